@@ -1,0 +1,70 @@
+"""What a step costs is a function of these features; the cost model, the scheduler and the profiler share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepFeatures:
+    """Features of one step or of many: float64 arrays of one common shape (scalars are 0-d).
+
+    ``kv_tokens`` count tokens whose K and V are read in every layer; page = 16 tokens elsewhere, tokens here.
+    """
+
+    rows: Floats  # requests in the step
+    query_tokens: Floats  # tokens through the GEMMs, before padding
+    padded_tokens: Floats  # tokens through the GEMMs after padding to the graph bucket (= query_tokens when eager)
+    draft_rows: Floats
+    verify_rows: Floats  # verification and autoregressive rows
+    sparse_kv_tokens: Floats  # sum over drafting rows of the tokens they read
+    full_kv_tokens: Floats  # sum over verifying and prefill rows of their context
+    prefill_tokens: Floats
+    prefill_qkv: Floats  # sum over prefill rows of query tokens x context: attention compute of prefill
+    select_kv_tokens: Floats  # context of rows whose page mass is computed in this step
+    select_rows: Floats
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...] = ()) -> StepFeatures:
+        """Features of ``shape`` empty steps."""
+        return cls(**{name: np.zeros(shape) for name in FEATURES})
+
+    @classmethod
+    def of(cls, **values: float | Floats) -> StepFeatures:
+        """Features from the named values; what is not named is zero, ``padded_tokens`` defaults to ``query_tokens``."""
+        values.setdefault("padded_tokens", values.get("query_tokens", 0.0))
+        arrays = np.broadcast_arrays(*(np.asarray(values.get(name, 0.0), dtype=np.float64) for name in FEATURES))
+        return cls(**dict(zip(FEATURES, arrays, strict=True)))
+
+    def matrix(self) -> Floats:
+        """[..., len(FEATURES)]: the features as columns, in the order of `FEATURES`."""
+        return np.stack([getattr(self, name) for name in FEATURES], axis=-1)
+
+    @classmethod
+    def from_matrix(cls, matrix: Floats) -> StepFeatures:
+        """Inverse of `matrix`."""
+        return cls(**{name: matrix[..., index] for index, name in enumerate(FEATURES)})
+
+    def __add__(self, other: StepFeatures) -> StepFeatures:
+        return StepFeatures(**{name: getattr(self, name) + getattr(other, name) for name in FEATURES})
+
+
+FEATURES: tuple[str, ...] = tuple(field.name for field in fields(StepFeatures))
+
+
+class CostModel(Protocol):
+    """Predicts the latency of steps from their features."""
+
+    def predict(self, features: StepFeatures) -> Floats:
+        """Seconds, in the shape of the features."""
+        ...
+
+    def marginal(self, base: StepFeatures, added: StepFeatures) -> Floats:
+        """Seconds that ``added`` work costs on top of the steps ``base`` (shapes broadcast)."""
+        ...
