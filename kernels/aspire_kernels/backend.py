@@ -1,0 +1,64 @@
+"""Back ends: one namespace of operations each, chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aspire.errors import UsageError, check_choice
+from aspire_kernels import accept, activation, norm, rope, sample, select
+from aspire_kernels.attention import reference
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Operations of a forward. Every back end computes the same functions; see the `*_reference` docstrings for their
+    meaning."""
+
+    name: str
+    paged_attention: Callable[..., torch.Tensor]
+    prepare: Callable[..., None]
+    """``prepare(batch, heads, kv_heads, head_dim, dtype, tokens)``: compute the work lists of a forward once, before
+    its layers."""
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rope_and_kv_write: Callable[..., torch.Tensor]
+    silu_mul: Callable[..., torch.Tensor]
+    select_pages: Callable[..., None]
+    sample: Callable[..., sample.Sampled]
+    accept: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _nothing_to_prepare(*_args: Any, **_kwargs: Any) -> None:
+    """The reference needs no work lists."""
+
+
+REFERENCE = Backend(
+    name="reference",
+    paged_attention=reference.paged_attention,
+    prepare=_nothing_to_prepare,
+    rms_norm=norm.rms_norm_reference,
+    add_rms_norm=norm.add_rms_norm_reference,
+    rope_and_kv_write=rope.rope_and_kv_write_reference,
+    silu_mul=activation.silu_mul_reference,
+    select_pages=select.select_pages_reference,
+    sample=sample.sample_reference,
+    accept=accept.accept_reference,
+)
+
+
+def get_backend(name: str = "auto", device: torch.device | str | None = None) -> Backend:
+    """Back end ``reference``, ``triton`` or ``auto`` (triton on a CUDA device, else reference).
+
+    Raises `UsageError` for another name, or for ``triton`` where Triton is not installed.
+    """
+    check_choice("attention back end", name, ("auto", "reference", "triton"))
+    if name == "auto":
+        on_cuda = torch.device(device).type == "cuda" if device is not None else torch.cuda.is_available()
+        name = "triton" if on_cuda else "reference"
+    if name == "reference":
+        return REFERENCE
+    raise UsageError("attention back end 'triton' needs the package triton and a CUDA GPU; use 'reference'")
