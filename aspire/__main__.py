@@ -1,0 +1,7 @@
+"""``python -m aspire``."""
+
+from __future__ import annotations
+
+from aspire.cli.main import main
+
+main()
