@@ -1,0 +1,189 @@
+"""What to time: a `Cell` describes one synthetic step; the engine builds it on random KV and times it.
+
+``context_tokens`` of a row is its ``kv_len``: the KV tokens that the last query token of the row sees, itself included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aspire.errors import InputError, UsageError, check_choice, check_keys
+from aspire.scheduler.features import Floats, StepFeatures
+
+KINDS = ("verify", "draft", "prefill")
+REGIMES = ("ar", "draft", "verify", "mixed", "prefill")
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """``count`` equal rows of a step."""
+
+    kind: str  # "verify" (autoregressive when query_tokens == 1), "draft" or "prefill"
+    count: int
+    query_tokens: int  # per row; 1 for draft
+    context_tokens: int  # per row: kv_len, the query tokens included
+    sparse_tokens: int = 0  # per row: KV tokens that a draft row reads (selected pages and tail); 0 for other kinds
+    select: bool = False  # the step also computes the page mass of these rows
+
+    def __post_init__(self) -> None:
+        check_choice("row kind", self.kind, KINDS)
+        if self.count < 1 or self.query_tokens < 1:
+            raise UsageError(f"a row group needs count >= 1 and query_tokens >= 1, got {self}")
+        if self.context_tokens < self.query_tokens:
+            raise UsageError(f"context_tokens counts the query tokens too: it must be >= query_tokens, got {self}")
+        if self.kind == "draft" and (self.query_tokens != 1 or not 1 <= self.sparse_tokens <= self.context_tokens):
+            raise UsageError(f"a draft row has 1 query token and 1 <= sparse_tokens <= context_tokens, got {self}")
+        if self.kind != "draft" and self.sparse_tokens:
+            raise UsageError(f"only draft rows have sparse_tokens, got {self}")
+
+    @property
+    def key(self) -> str:
+        """Stable text, e.g. ``draft:8x1q4096c512s``; ``+`` marks page mass."""
+        sparse = f"{self.sparse_tokens}s" if self.kind == "draft" else ""
+        return (
+            f"{self.kind}:{self.count}x{self.query_tokens}q{self.context_tokens}c{sparse}{'+' if self.select else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One step to time: its row groups in batch order. ``heldout`` cells are never fitted, only predicted."""
+
+    groups: tuple[RowGroup, ...]
+    heldout: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise UsageError("a cell needs at least one row group")
+
+    @property
+    def key(self) -> str:
+        """Stable name of the step; two cells with equal keys are the same step."""
+        return " ".join(group.key for group in self.groups)
+
+    @property
+    def rows(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @property
+    def query_tokens(self) -> int:
+        return sum(group.count * group.query_tokens for group in self.groups)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that the pool must hold."""
+        return sum(group.count * group.context_tokens for group in self.groups)
+
+    @property
+    def regime(self) -> str:
+        """One of `REGIMES`."""
+        return str(regimes_of(self.features())[()])
+
+    def pages(self, page_size: int = 16) -> int:
+        """KV pages that the pool must hold."""
+        return sum(group.count * -(-group.context_tokens // page_size) for group in self.groups)
+
+    def features(self, graph_buckets: Sequence[int] = ()) -> StepFeatures:
+        """Scalar features of the step; ``padded_tokens`` from the buckets (none: eager, no padding)."""
+        total = dict.fromkeys(StepFeatures.__dataclass_fields__, 0.0)
+        for group in self.groups:
+            total["rows"] += group.count
+            total["query_tokens"] += group.count * group.query_tokens
+            context = group.count * group.context_tokens
+            if group.kind == "draft":
+                total["draft_rows"] += group.count
+                total["sparse_kv_tokens"] += group.count * group.sparse_tokens
+            else:
+                total["full_kv_tokens"] += context
+            if group.kind == "verify":
+                total["verify_rows"] += group.count
+            if group.kind == "prefill":
+                total["prefill_tokens"] += group.count * group.query_tokens
+                total["prefill_qkv"] += group.query_tokens * context
+            if group.select:
+                total["select_kv_tokens"] += context
+                total["select_rows"] += group.count
+        total["padded_tokens"] = float(padded_tokens(np.float64(total["query_tokens"]), bucket_array(graph_buckets)))
+        return StepFeatures.of(**total)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [{name: getattr(group, name) for name in RowGroup.__dataclass_fields__} for group in self.groups]
+
+    @classmethod
+    def from_json(cls, data: Any, *, heldout: bool = False) -> Cell:
+        """Inverse of `to_json`; raises `InputError` for what is not a list of row groups."""
+        if not isinstance(data, list) or not all(isinstance(group, dict) for group in data):
+            raise InputError(f"a cell is a list of row groups, got {data!r}")
+        for group in data:
+            check_keys("row group", group, RowGroup.__dataclass_fields__)
+        return cls(tuple(RowGroup(**group) for group in data), heldout)
+
+
+def bucket_array(graph_buckets: Sequence[int]) -> Floats:
+    """Sorted bucket sizes followed by infinity, for `padded_tokens`."""
+    return np.asarray([*sorted(graph_buckets), np.inf], dtype=np.float64)
+
+
+def padded_tokens(query_tokens: Floats | np.float64, buckets: Floats) -> Floats:
+    """Smallest bucket that holds the query tokens; above the largest one (or without buckets) the step runs eagerly, unpadded."""
+    if len(buckets) == 1:
+        return np.asarray(query_tokens, dtype=np.float64)
+    padded = buckets[buckets.searchsorted(query_tokens)]
+    return np.asarray(np.where(padded < np.inf, padded, query_tokens))
+
+
+def regimes_of(features: StepFeatures) -> NDArray[np.str_]:
+    """Regime of each step: prefill alone, one kind of decoding rows alone, or mixed; same shape as the features."""
+    draft, verify = features.draft_rows > 0, features.verify_rows > 0
+    prefill = features.prefill_tokens > 0
+    only_verify = np.where(features.query_tokens > features.verify_rows, "verify", "ar")
+    alone = np.where(prefill, "prefill", np.where(draft, "draft", only_verify))
+    return np.asarray(np.where(draft.astype(int) + verify + prefill > 1, "mixed", alone))
+
+
+def ar(rows: int, context: int) -> Cell:
+    """Autoregressive step: ``rows`` verifying rows without drafts."""
+    return Cell((RowGroup("verify", rows, 1, context),))
+
+
+def draft(rows: int, context: int, sparse: int, *, select: bool = False) -> Cell:
+    """Draft step; ``select`` when page mass is computed while drafting (refresh selectors)."""
+    return Cell((RowGroup("draft", rows, 1, context, min(sparse, context), select),))
+
+
+def verify(rows: int, context: int, drafted: int, *, select: bool = True) -> Cell:
+    """Verification of ``drafted`` tokens a row: ``drafted + 1`` query tokens each."""
+    return Cell((RowGroup("verify", rows, drafted + 1, max(context, drafted + 1), select=select),))
+
+
+def prefill(chunk: int, context: int, rows: int = 1) -> Cell:
+    """Prefill chunk of ``chunk`` tokens that ends at ``context`` tokens."""
+    return Cell((RowGroup("prefill", rows, chunk, max(chunk, context)),))
+
+
+def mixed(*cells: Cell) -> Cell:
+    """One step that does the work of all the cells."""
+    return Cell(tuple(group for cell in cells for group in cell.groups), any(cell.heldout for cell in cells))
+
+
+def ragged(cell: Cell, spread: float = 4.0, parts: int = 4) -> Cell:
+    """The same cell with contexts spread geometrically over a factor ``spread``, mean context about kept.
+
+    Draft rows keep their sparse tokens (as far as the shorter contexts allow).
+    """
+    groups: list[RowGroup] = []
+    for group in cell.groups:
+        pieces = min(parts, group.count)
+        factors = spread ** np.linspace(-0.5, 0.5, pieces) if pieces > 1 else np.ones(1)
+        factors = factors / factors.mean()
+        for index in range(pieces):
+            count = group.count // pieces + (index < group.count % pieces)
+            context = max(int(group.context_tokens * factors[index]), group.query_tokens)
+            sparse = min(group.sparse_tokens, context)
+            groups.append(RowGroup(group.kind, count, group.query_tokens, context, sparse, group.select))
+    return Cell(tuple(groups), cell.heldout)

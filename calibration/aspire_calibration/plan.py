@@ -1,0 +1,232 @@
+"""The profiling plan: which cells to time, from the limits of this machine and model, coarse first.
+
+Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which a grid
+that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan is a usable coarse
+plan. Points off the grid, drawn log-uniformly with a seed, are interleaved as held-out cells.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from aspire.errors import UsageError
+from aspire_calibration.cells import (
+    REGIMES,
+    Cell,
+    RowGroup,
+    ar,
+    draft,
+    mixed,
+    padded_tokens,
+    prefill,
+    ragged,
+    verify,
+)
+
+__all__ = [
+    "REGIMES", "Cell", "PlanLimits", "RowGroup", "ar", "draft", "mixed", "padded_tokens", "prefill", "profile_plan", "ragged",
+    "verify",
+]  # fmt: skip
+
+HELDOUT_EVERY = 5  # one held-out cell after so many grid cells
+MAX_CELLS_PER_REGIME = 90  # coarse levels first, within a level at random (seeded)
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """What a step may hold on this engine. The engine fills this in from its configuration."""
+
+    max_num_seqs: int
+    max_model_len: int
+    num_pages: int  # usable pages of the KV pool
+    max_num_batched_tokens: int
+    graph_buckets: tuple[int, ...] = ()  # padded query tokens of the CUDA graphs; empty = eager
+    d_max: int = 16  # longest draft
+    page_size: int = 16
+    min_context: int = 128
+    sparse_ratio: float = 0.07
+    sparse_min_tokens: int = 512
+    select_verify: bool = True  # verification computes page mass (selectors seeded at verification)
+    select_draft: bool = False  # draft steps compute page mass (refresh selectors)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "num_pages", "max_num_batched_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"profiling plan: {name} must be >= 1, got {getattr(self, name)}")
+        if self.d_max < 0:
+            raise UsageError(f"profiling plan: d_max must be >= 0, got {self.d_max}")
+        if self.max_model_len <= self.d_max + 1:
+            raise UsageError(
+                f"profiling plan: max_model_len {self.max_model_len} must exceed d_max + 1 = {self.d_max + 1}"
+            )
+
+    def fits(self, cell: Cell) -> bool:
+        """True when one step of this engine can hold the cell."""
+        return (
+            cell.rows <= self.max_num_seqs
+            and cell.query_tokens <= self.max_num_batched_tokens
+            and cell.pages(self.page_size) <= self.num_pages
+            and all(group.context_tokens <= self.max_model_len for group in cell.groups)
+        )
+
+    def context_for(self, rows: int, context: float, query_tokens: int = 1) -> int:
+        """``context`` lowered to what the pool can hold for ``rows`` rows (a whole number of pages less one token if cut)."""
+        room = self.num_pages // max(rows, 1) * self.page_size
+        return max(min(int(context), self.max_model_len, room), query_tokens)
+
+    def rows_for(self, rows: float, query_tokens: int) -> int:
+        """``rows`` lowered to what one step can hold."""
+        return max(1, min(int(rows), self.max_num_seqs, self.max_num_batched_tokens // query_tokens))
+
+    def sparse_for(self, context: int, scale: float = 1.0) -> int:
+        """KV tokens a draft row reads under the budget rule of the selectors, times ``scale``."""
+        return max(1, min(context, int(scale * max(self.sparse_min_tokens, self.sparse_ratio * context))))
+
+
+def geometric(low: float, high: float, factor: float = 2.0) -> list[int]:
+    """Whole numbers from ``low`` to ``high`` (both included), about a factor ``factor`` apart."""
+    if high <= low:
+        return [int(max(high, 1))]
+    steps = max(1, round(np.log(high / low) / np.log(factor)))
+    return sorted({int(round(value)) for value in low * (high / low) ** (np.arange(steps + 1) / steps)})
+
+
+def refinement_level(index: int, length: int) -> int:
+    """0 for the ends of an axis, 1 for its middle, 2 for the quarters, ..."""
+    if index in (0, length - 1):
+        return 0
+    low, high, level = 0, length - 1, 1
+    while True:
+        middle = (low + high) // 2
+        if index == middle:
+            return level
+        low, high = (low, middle) if index < middle else (middle, high)
+        level += 1
+
+
+def profile_plan(limits: PlanLimits, *, seed: int = 0, levels: int = 4, with_prefill: bool = True) -> list[Cell]:
+    """Cells to time, in order; about 0.3-0.5 thousand for a large GPU. Every cell fits `limits`; keys are unique.
+
+    ``levels`` bounds the refinement (1 = corners and middles only). Roughly every fifth cell is held out.
+    """
+    generator = np.random.default_rng(seed)
+    by_regime: list[list[Cell]] = []
+    for axes, build in _regimes(limits, with_prefill).values():
+        leveled = []
+        for indices in itertools.product(*(range(len(axis)) for axis in axes)):
+            level = max(refinement_level(index, len(axis)) for index, axis in zip(indices, axes, strict=True))
+            if level <= levels:
+                cell = build(*(axis[index] for index, axis in zip(indices, axes, strict=True)))
+                leveled.append((level, generator.random(), cell))
+        leveled.sort(key=lambda item: item[:2])
+        by_regime.append([cell for _, _, cell in leveled[:MAX_CELLS_PER_REGIME]])
+    in_turn = [cell for turn in itertools.zip_longest(*by_regime) for cell in turn if cell is not None]
+    grid = _unique(limits, in_turn)
+    return _interleave(limits, grid, _off_grid(limits, generator, with_prefill))
+
+
+def _regimes(
+    limits: PlanLimits, with_prefill: bool
+) -> dict[str, tuple[tuple[Sequence[float], ...], Callable[..., Cell]]]:
+    rows = geometric(1, limits.max_num_seqs)
+    contexts = geometric(min(limits.min_context, limits.max_model_len), limits.max_model_len)
+    drafted = sorted({d for d in (1, 2, 4, 6, 8, 12, 16, limits.d_max) if d <= limits.d_max})
+    fractions = (1 / 8, 1 / 2, 7 / 8)
+    chunks = geometric(min(64, limits.max_num_batched_tokens), min(limits.max_num_batched_tokens, limits.max_model_len))
+
+    def ar_cell(count: float, context: float) -> Cell:
+        n = limits.rows_for(count, 1)
+        return ar(n, limits.context_for(n, context))
+
+    def draft_cell(count: float, context: float, scale: float) -> Cell:
+        n = limits.rows_for(count, 1)
+        length = limits.context_for(n, context)
+        return draft(n, length, limits.sparse_for(length, scale), select=limits.select_draft)
+
+    def verify_cell(count: float, context: float, tokens: float, select: bool = True) -> Cell:
+        n = limits.rows_for(count, int(tokens) + 1)
+        length = limits.context_for(n, context, int(tokens) + 1)
+        return verify(n, length, int(tokens), select=select and limits.select_verify)
+
+    def mixed_cell(count: float, context: float, share: float, tokens: float) -> Cell:
+        n = max(2, limits.rows_for(count, int(tokens) + 1))
+        drafting = min(n - 1, max(1, round(n * share)))
+        length = limits.context_for(n, context, int(tokens) + 1)
+        sparse = limits.sparse_for(length)
+        checking = (
+            verify(n - drafting, length, int(tokens), select=limits.select_verify)
+            if tokens
+            else ar(n - drafting, length)
+        )
+        return mixed(draft(drafting, length, sparse, select=limits.select_draft), checking)
+
+    def prefill_cell(chunk: float, context: float) -> Cell:
+        return prefill(int(chunk), limits.context_for(1, max(context, chunk), int(chunk)))
+
+    def prefill_mixed_cell(count: float, context: float, chunk: float) -> Cell:
+        chunk = min(int(chunk), max(limits.max_num_batched_tokens - int(count), 1))
+        n = max(1, min(limits.rows_for(count, 1), limits.max_num_seqs - 1))
+        length = limits.context_for(n + 1, context)
+        return mixed(ar(n, length), prefill(chunk, max(chunk, length)))
+
+    table: dict[str, tuple[tuple[Sequence[float], ...], Callable[..., Cell]]] = {
+        "ar": ((rows, contexts), ar_cell),
+        "draft": ((rows, contexts, (0.25, 1.0, 2.0)), draft_cell),
+    }
+    if limits.d_max >= 1:
+        table["verify"] = ((rows, contexts, drafted), verify_cell)
+        table["verify-plain"] = (
+            (
+                rows[:: max(1, len(rows) // 2)],
+                contexts[:: max(1, len(contexts) // 2)],
+                drafted[:: max(1, len(drafted) - 1)],
+            ),
+            lambda count, context, tokens: verify_cell(count, context, tokens, select=False),
+        )
+    if limits.max_num_seqs >= 2:
+        some = [d for d in (0, 3, 8) if d <= limits.d_max]
+        table["mixed"] = ((rows[1:], contexts, fractions, some), mixed_cell)
+    if with_prefill:
+        table["prefill"] = ((chunks, contexts), prefill_cell)
+        if limits.max_num_seqs >= 2:
+            table["mixed-prefill"] = ((rows, contexts[::2], chunks[::2]), prefill_mixed_cell)
+    return table
+
+
+def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: bool) -> list[Cell]:
+    """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts."""
+    tables = [entry for name, entry in _regimes(limits, with_prefill).items() if name != "verify-plain"]
+    cells = []
+    for index in range(30 * len(tables)):
+        axes, build = tables[index % len(tables)]
+        point = []
+        for axis in axes:
+            low, high = float(min(axis)), float(max(axis))
+            value = float(np.exp(generator.uniform(np.log(max(low, 0.5)), np.log(max(high, 0.5)))))
+            point.append(value if high < 4 and low < 1 else float(round(min(max(value, low), high))))
+        cell = build(*point)
+        cells.append(ragged(cell) if generator.random() < 1 / 3 else cell)
+    return [replace(cell, heldout=True) for cell in cells]
+
+
+def _unique(limits: PlanLimits, cells: Sequence[Cell]) -> list[Cell]:
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        if cell.key not in first and limits.fits(cell):
+            first[cell.key] = cell
+    return list(first.values())
+
+
+def _interleave(limits: PlanLimits, grid: list[Cell], heldout: list[Cell]) -> list[Cell]:
+    known = {cell.key for cell in grid}
+    spare = iter([cell for cell in _unique(limits, heldout) if cell.key not in known])
+    plan: list[Cell] = []
+    for index, cell in enumerate(grid, start=1):
+        plan.append(cell)
+        if index % HELDOUT_EVERY == 0 and (extra := next(spare, None)) is not None:
+            plan.append(extra)
+    return plan

@@ -1,0 +1,126 @@
+"""A loaded cost model: the price of steps, and of adding work to a step. Called at every scheduler step, so it is lean."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aspire.errors import InputError
+from aspire.scheduler.features import FEATURES, Floats, StepFeatures
+from aspire_calibration.cells import bucket_array
+from aspire_calibration.model import CostModelFile
+from aspire_calibration.variables import INDEX
+
+SLACK = 1.02  # a range is left when a feature exceeds it by more than this factor
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+class LoadedCostModel:
+    """Implements the `CostModel` protocol on a `CostModelFile`.
+
+    ``strict_range``: predicting outside the fitted ranges raises `InputError`; otherwise ``warn`` hears of it once per
+    feature and `extrapolated` counts every step. Only `predict` checks ranges: `marginal` asks what-ifs.
+    """
+
+    def __init__(self, file: CostModelFile, *, strict_range: bool = False, warn: Callable[[str], None] = _warn) -> None:
+        self.file = file
+        self.strict_range = strict_range
+        self.extrapolated: Counter[str] = Counter()  # feature -> steps predicted beyond its range
+        self.predicted_steps = 0
+        self._warn = warn
+        self._seconds = file.fitted.seconds
+        self._buckets = bucket_array(file.graph_buckets)
+        self._eager = not file.graph_buckets
+        high = [file.ranges.get(name, (0.0, np.inf))[1] for name in FEATURES]
+        self._high = np.array(high)[:, None] * SLACK
+
+    def predict(self, features: StepFeatures) -> Floats:
+        """Seconds, in the shape of the features."""
+        first = features.rows
+        matrix = np.empty((len(FEATURES), first.size))
+        for row, name in zip(matrix, FEATURES, strict=True):
+            row[:] = np.reshape(getattr(features, name), -1)
+        self.predicted_steps += first.size
+        beyond = matrix > self._high
+        if beyond.any():
+            self._report(matrix, beyond)
+        return self._seconds(matrix).reshape(first.shape)
+
+    def marginal(self, base: StepFeatures, added: StepFeatures) -> Floats:
+        """Seconds that ``added`` costs on top of ``base``: predict(base + added) - predict(base), shapes broadcast.
+
+        ``padded_tokens`` of both are derived from the graph buckets, so a step of the staircase is paid by the work that
+        climbs it; those given are ignored. Without buckets (eager) they equal the query tokens.
+        """
+        shape = base.rows.shape
+        if added.rows.shape != shape:
+            shape = np.broadcast_shapes(shape, added.rows.shape)
+        size = 1
+        for length in shape:
+            size *= length
+        flat = np.empty((len(FEATURES), 2 * size))
+        for row, name in zip(flat, FEATURES, strict=True):
+            before, after = row[:size].reshape(shape), row[size:].reshape(shape)
+            before[...] = getattr(base, name)
+            np.add(before, getattr(added, name), out=after)
+        tokens = flat[INDEX["query_tokens"]]
+        if self._eager:
+            flat[INDEX["padded_tokens"]] = tokens
+        else:
+            padded = self._buckets[self._buckets.searchsorted(tokens)]
+            flat[INDEX["padded_tokens"]] = np.where(padded == np.inf, tokens, padded)
+        seconds = self._seconds(flat)
+        return np.asarray((seconds[size:] - seconds[:size]).reshape(shape))
+
+    def _report(self, matrix: Floats, beyond: Any) -> None:
+        for index in np.flatnonzero(beyond.any(axis=1)):
+            name = FEATURES[index]
+            low, high = self.file.ranges[name]
+            text = (
+                f"cost model: {name} = {matrix[index].max():g} is outside the fitted range {low:g}..{high:g}; "
+                "profile with larger limits for a figure one can trust"
+            )
+            if self.strict_range:
+                raise InputError(f"{text} (--strict-range)")
+            if name not in self.extrapolated:
+                self._warn(text)
+            self.extrapolated[name] += int(beyond[index].sum())
+
+    def check_matches(
+        self,
+        hardware: Mapping[str, Any] | None = None,
+        model: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        graph_buckets: tuple[int, ...] | None = None,
+        num_pages: int | None = None,
+        allow_mismatch: bool = False,
+    ) -> list[str]:
+        """See `CostModelFile.check_matches`."""
+        return self.file.check_matches(
+            hardware, model, settings, graph_buckets=graph_buckets, num_pages=num_pages, allow_mismatch=allow_mismatch
+        )
+
+    def summary_text(self) -> str:
+        """See `CostModelFile.summary_text`, with what was extrapolated so far."""
+        lines = [self.file.summary_text()]
+        lines += [
+            f"extrapolated: {name} in {count} of {self.predicted_steps} predicted steps"
+            for name, count in self.extrapolated.items()
+        ]
+        return "\n".join(lines)
+
+
+def load_cost_model(
+    path: str | Path, *, strict_range: bool = False, warn: Callable[[str], None] = _warn
+) -> LoadedCostModel:
+    """Read, validate and prepare a cost_model.json."""
+    return LoadedCostModel(CostModelFile.load(path), strict_range=strict_range, warn=warn)

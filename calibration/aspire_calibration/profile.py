@@ -1,0 +1,227 @@
+"""Runs a profiling plan: times each cell, keeps medians and spread, writes samples.jsonl as it goes.
+
+The engine supplies ``time_cell(cell) -> seconds of each repeat``: it lays the rows out on random KV, warms the step up and
+times it (device synchronised) at least once. This module decides what to time, how often, and when to stop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aspire.errors import AspireError, CapacityError, EngineError, UsageError
+from aspire.scheduler.features import CostModel
+from aspire_calibration.cells import Cell
+from aspire_calibration.samples import Sample, Samples, SamplesHeader, SamplesWriter, relative_spread
+
+TimeCell = Callable[[Cell], Sequence[float]]
+Refine = Callable[[Samples], list[Cell]]  # what to time next, from all samples so far; empty = enough
+NOISY = 0.10  # relative interquartile range above which a cell is timed again
+MAX_CALLS = 6  # calls of time_cell for one cell
+
+
+@dataclass(frozen=True)
+class ProfileProgress:
+    """Handed to the progress callback after every cell."""
+
+    done: int
+    total: int
+    sample: Sample
+    elapsed_s: float
+    eta_s: float  # of the plan, within the budget
+    phase: str  # "plan" or "refine"
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    path: Path
+    samples: Samples
+    measured: int  # in this call
+    resumed: int  # found in the file
+    skipped: int
+    refined: int
+    out_of_budget: bool
+    elapsed_s: float
+
+
+def run_profile(
+    time_cell: TimeCell,
+    plan: Sequence[Cell],
+    path: str | Path,
+    header: SamplesHeader,
+    *,
+    budget_s: float | None = None,
+    repeats: int = 5,
+    progress: Callable[[ProfileProgress], None] | None = None,
+    refine: Refine | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ProfileResult:
+    """Time the cells of ``plan`` that ``path`` does not hold yet, then refine while ``budget_s`` lasts.
+
+    A cell is timed until it has >= ``repeats`` (>= 3) repeats, longer if they spread widely. A cell that raises
+    `CapacityError` is noted as skipped. Without a budget the plan is measured whole and ``refine`` is asked until it has no
+    more. ``refine``: see `aspire_calibration.refine.refiner`. Killed at any time, the next call continues from the file.
+    """
+    if repeats < 3:
+        raise UsageError(f"profiling needs >= 3 repeats a cell to tell a median from noise, got {repeats}")
+    if not plan:
+        raise UsageError("the profiling plan is empty: the limits admit no cell; raise max_model_len or the KV pool")
+    writer = SamplesWriter(path, header)
+    start, deadline = clock(), None if budget_s is None else clock() + budget_s
+    state = _Run(time_cell, writer, header, repeats, progress, clock, start, deadline)
+    todo = [cell for cell in plan if cell.key not in writer.done]
+    resumed = len(writer.done)
+    if todo:
+        _warm_up(time_cell, todo)
+    finished = state.measure(todo, "plan", len(plan) - len(todo), len(plan))
+    refined = 0
+    while finished and refine is not None:
+        wanted = [cell for cell in refine(Samples(header, writer.done)) if cell.key not in writer.done]
+        if not wanted:
+            break
+        before = state.measured
+        finished = state.measure(wanted, "refine", 0, len(wanted))
+        refined += state.measured - before
+    skipped = sum(bool(sample.skipped) for sample in writer.done.values())
+    samples = Samples(header, writer.done)
+    return ProfileResult(Path(path), samples, state.measured, resumed, skipped, refined, not finished, clock() - start)
+
+
+def _warm_up(time_cell: TimeCell, todo: Sequence[Cell]) -> None:
+    """Time the first cell that fits and forget it: compilers, allocators and clocks settle."""
+    for cell in todo:
+        try:
+            time_cell(cell)
+            return
+        except CapacityError:
+            continue
+
+
+@dataclass
+class _Run:
+    time_cell: TimeCell
+    writer: SamplesWriter
+    header: SamplesHeader
+    repeats: int
+    progress: Callable[[ProfileProgress], None] | None
+    clock: Callable[[], float]
+    start: float
+    deadline: float | None
+    measured: int = 0
+
+    def measure(self, cells: Sequence[Cell], phase: str, done: int, total: int) -> bool:
+        """Time the cells in order; False when the budget ended before them."""
+        begun = self.clock()
+        for index, cell in enumerate(cells, start=1):
+            now = self.clock()
+            mean_s = (now - begun) / (index - 1) if index > 1 else 0.0
+            if self.deadline is not None and now + 0.5 * mean_s > self.deadline:
+                return False
+            sample = self._sample(cell)
+            self.writer.append(sample)
+            self.measured += not sample.skipped
+            if self.progress is not None:
+                now = self.clock()
+                eta_s = (now - begun) / index * (len(cells) - index)
+                if self.deadline is not None:
+                    eta_s = max(0.0, min(eta_s, self.deadline - now))
+                self.progress(ProfileProgress(done + index, total, sample, now - self.start, eta_s, phase))
+        return True
+
+    def _sample(self, cell: Cell) -> Sample:
+        features = cell.features(self.header.graph_buckets)
+        times: list[float] = []
+        try:
+            for _ in range(MAX_CALLS):
+                times += self._timed(cell)
+                if len(times) >= self.repeats and (relative_spread(times) <= NOISY or len(times) >= 3 * self.repeats):
+                    break
+        except CapacityError as error:
+            return Sample(cell, features, (), skipped=str(error))
+        if len(times) < 3:
+            raise EngineError(
+                f"timing {cell.key} gave {len(times)} repeats in {MAX_CALLS} calls; at least 3 are needed"
+            )
+        return Sample(cell, features, tuple(times))
+
+    def _timed(self, cell: Cell) -> list[float]:
+        try:
+            times = [float(value) for value in self.time_cell(cell)]
+        except AspireError:
+            raise
+        except Exception as error:
+            raise EngineError(f"timing the step {cell.key} failed: {type(error).__name__}: {error}") from error
+        if not times or not all(np.isfinite(value) and value > 0 for value in times):
+            raise EngineError(f"timing the step {cell.key} gave {times}; positive seconds are needed")
+        return times
+
+
+@dataclass(frozen=True)
+class PlanInfo:
+    """What ``--dry-run`` prints."""
+
+    cells: int
+    heldout: int
+    by_regime: dict[str, int]
+    pool_pages: int  # most KV pages that a cell needs
+    pool_bytes: int | None
+    query_tokens: int  # most query tokens of a cell
+    minutes: float | None  # None without a cost estimate
+
+    def text(self) -> str:
+        memory = f", {self.pool_bytes / 2**30:.1f} GiB" if self.pool_bytes is not None else ""
+        minutes = f"; about {self.minutes:.1f} minutes" if self.minutes is not None else ""
+        regimes = ", ".join(f"{count} {name}" for name, count in sorted(self.by_regime.items()))
+        return (
+            f"{self.cells} cells ({regimes}; {self.heldout} held out), up to {self.query_tokens} query tokens and "
+            f"{self.pool_pages} KV pages{memory}{minutes}"
+        )
+
+
+def plan_info(
+    plan: Sequence[Cell],
+    *,
+    page_size: int = 16,
+    page_bytes: int | None = None,
+    cost: CostModel | None = None,
+    repeats: int = 5,
+    warmups: int = 2,
+    setup_s: float = 0.05,
+) -> PlanInfo:
+    """Size of a plan before running it. ``cost``: e.g. an analytic model of this hardware; ``page_bytes``: K and V of a page, all layers."""
+    pages = max((cell.pages(page_size) for cell in plan), default=0)
+    minutes = None
+    if cost is not None:
+        step_s = sum(float(cost.predict(cell.features())) for cell in plan)
+        minutes = (step_s * (repeats + warmups) + setup_s * len(plan)) / 60
+    return PlanInfo(
+        cells=len(plan),
+        heldout=sum(cell.heldout for cell in plan),
+        by_regime=dict(Counter(cell.regime for cell in plan)),
+        pool_pages=pages,
+        pool_bytes=None if page_bytes is None else pages * page_bytes,
+        query_tokens=max((cell.query_tokens for cell in plan), default=0),
+        minutes=minutes,
+    )
+
+
+def summary(result: ProfileResult) -> dict[str, Any]:
+    """For ``--json``."""
+    spreads = [sample.spread for sample in result.samples.measured]
+    return {
+        "samples": str(result.path),
+        "cells": len(spreads),
+        "measured": result.measured,
+        "resumed": result.resumed,
+        "skipped": result.skipped,
+        "refined": result.refined,
+        "out_of_budget": result.out_of_budget,
+        "elapsed_s": round(result.elapsed_s, 3),
+        "median_spread": float(np.median(spreads)) if spreads else None,
+    }

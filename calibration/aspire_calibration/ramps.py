@@ -1,0 +1,158 @@
+"""The fitted shape that nearly all forms share: the largest of a few sums of ramps.
+
+    seconds(step) = max over branches b of  sum over terms t of b:  slope_t * clip(variable_t - start_t, 0, stop_t - start_t)
+
+A ramp from 0 without end is a plain linear term; a chain of ramps on one variable is a piecewise linear curve (a monotone one
+when no slope is negative); a ramp from 0 to 1 on a row count says whether there are such rows at all. With slopes >= 0 the
+model is monotone in every variable and extrapolates along its last slopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from aspire.errors import InputError, check_choice, check_keys
+from aspire.scheduler.features import Floats
+from aspire_calibration.variables import VARIABLES, variable_rows
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """One term: a variable clipped to [start, stop], counted from start."""
+
+    variable: str
+    start: float = 0.0
+    stop: float = np.inf
+
+    @property
+    def name(self) -> str:
+        """E.g. ``padded_tokens[64..128]``."""
+        if self.start == 0 and self.stop == np.inf:
+            return self.variable
+        end = "" if self.stop == np.inf else f"{self.stop:g}"
+        return f"{self.variable}[{self.start:g}..{end}]"
+
+
+def chain(variable: str, knots: Sequence[float]) -> list[Ramp]:
+    """Ramps between the knots 0 < k1 < k2 < ... and one beyond the last."""
+    edges = [0.0, *knots, np.inf]
+    return [Ramp(variable, low, high) for low, high in zip(edges, edges[1:], strict=False)]
+
+
+def present(variable: str) -> Ramp:
+    """1 when a count is not zero."""
+    return Ramp(variable, 0.0, 1.0)
+
+
+def design(terms: Sequence[Ramp], features: Floats) -> Floats:
+    """[steps, terms] from features [len(FEATURES), steps]."""
+    values = variable_rows(features, [term.variable for term in terms])
+    start = np.array([[term.start] for term in terms])
+    width = np.array([[term.stop - term.start] for term in terms])
+    return np.asarray(np.minimum(np.maximum(values - start, 0.0), width).T)
+
+
+@dataclass(frozen=True)
+class RampModel:
+    """Fitted ramps: ``slopes[b][t]`` in seconds per unit of the variable of ``branches[b][t]``."""
+
+    branches: tuple[tuple[Ramp, ...], ...]
+    slopes: tuple[tuple[float, ...], ...]
+    names: tuple[str, ...] = ("step",)
+    _compiled: _Compiled = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_compiled", _Compiled(self.branches, self.slopes))
+
+    def seconds(self, features: Floats) -> Floats:
+        """[steps] from features [len(FEATURES), steps]."""
+        return self._compiled(features)
+
+    def scaled(self, factors: Sequence[Sequence[float]]) -> RampModel:
+        """The same terms with every slope multiplied."""
+        slopes = tuple(
+            tuple(s * f for s, f in zip(row, by, strict=True)) for row, by in zip(self.slopes, factors, strict=True)
+        )
+        return RampModel(self.branches, slopes, self.names)
+
+    def to_json(self) -> dict[str, Any]:
+        branches = []
+        for name, terms, slopes in zip(self.names, self.branches, self.slopes, strict=True):
+            rows = [_term_json(term, slope) for term, slope in zip(terms, slopes, strict=True) if slope != 0.0]
+            branches.append({"name": name, "terms": rows})
+        return {"type": "ramps", "combine": "max", "branches": branches}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RampModel:
+        """Inverse of `to_json`; raises `UsageError` for unknown keys or variables, `InputError` for bad numbers."""
+        check_keys("ramp model", data, ("type", "combine", "branches"))
+        check_choice("ramp model 'combine'", str(data.get("combine")), ("max",))
+        if not data.get("branches"):
+            raise InputError("a ramp model needs at least one branch; calibrate again")
+        names, branches, slopes = [], [], []
+        for branch in data["branches"]:
+            check_keys("branch", branch, ("name", "terms"))
+            terms, values = [], []
+            for row in branch["terms"]:
+                check_keys("term", row, ("variable", "from", "to", "seconds", "unit"))
+                check_choice("variable", row.get("variable"), VARIABLES)
+                stop = np.inf if row["to"] is None else float(row["to"])
+                if not (np.isfinite(row["seconds"]) and 0.0 <= row["from"] < stop):
+                    raise InputError(f"term {row} needs finite seconds and 0 <= from < to; calibrate again")
+                terms.append(Ramp(row["variable"], float(row["from"]), stop))
+                values.append(float(row["seconds"]))
+            names.append(str(branch["name"]))
+            branches.append(tuple(terms))
+            slopes.append(tuple(values))
+        return cls(tuple(branches), tuple(slopes), tuple(names))
+
+
+def _term_json(term: Ramp, slope: float) -> dict[str, Any]:
+    unit = VARIABLES[term.variable][0]
+    stop = None if term.stop == np.inf else term.stop
+    return {"variable": term.variable, "from": term.start, "to": stop, "seconds": slope, "unit": f"s/{unit}"}
+
+
+class _Compiled:
+    """The arrays of one evaluation: few numpy calls, because the scheduler asks for prices at every step."""
+
+    def __init__(self, branches: Sequence[Sequence[Ramp]], slopes: Sequence[Sequence[float]]) -> None:
+        count = len(branches)
+        self.constant = np.zeros((count, 1))
+        linear: dict[str, Floats] = {}
+        bent: dict[Ramp, Floats] = {}
+        for b, (terms, row) in enumerate(zip(branches, slopes, strict=True)):
+            for term, slope in zip(terms, row, strict=True):
+                if slope == 0.0:
+                    continue
+                if term.variable == "one":
+                    self.constant[b] += slope
+                elif term.start == 0 and term.stop == np.inf:
+                    linear.setdefault(term.variable, np.zeros(count))[b] += slope
+                else:
+                    bent.setdefault(term, np.zeros(count))[b] += slope
+        self.names = sorted({*linear, *(term.variable for term in bent)})
+        position = {name: index for index, name in enumerate(self.names)}
+        self.linear = np.zeros((count, len(self.names)))
+        for name, values in linear.items():
+            self.linear[:, position[name]] = values
+        self.pick = np.array([position[term.variable] for term in bent], dtype=np.intp)
+        self.start = np.array([[term.start] for term in bent])
+        self.width = np.array([[term.stop - term.start] for term in bent])
+        self.bent = np.stack(list(bent.values()), axis=1) if bent else np.zeros((count, 0))
+
+    def __call__(self, features: Floats) -> Floats:
+        values = variable_rows(features, self.names)
+        out = self.linear @ values
+        out += self.constant
+        if len(self.pick):
+            ramps = values[self.pick]
+            ramps -= self.start
+            np.maximum(ramps, 0.0, out=ramps)
+            np.minimum(ramps, self.width, out=ramps)
+            out += self.bent @ ramps
+        return np.asarray(out[0] if len(out) == 1 else out.max(axis=0))

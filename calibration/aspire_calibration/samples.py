@@ -1,0 +1,253 @@
+"""samples.jsonl: a header line, then one line per measured cell.
+
+The file is append-safe: each line is written and synced whole, a torn last line (a killed run) is dropped with a warning, and
+the same key measured again counts last. A file of other hardware, model or settings is refused with the differences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aspire.errors import InputError, MismatchError, check_keys
+from aspire.fileio import write_text_atomic
+from aspire.scheduler.features import FEATURES, Floats, StepFeatures
+from aspire_calibration.cells import Cell
+
+SCHEMA = "aspire-samples"
+VERSION = 1
+REMAKE = "measure again with `aspire profile`"
+
+
+@dataclass(frozen=True)
+class SamplesHeader:
+    """Where and with what the samples were measured. Plain JSON values only."""
+
+    hardware: dict[str, Any]  # at least "name"; also driver, memory_bytes
+    model: dict[str, Any]  # name and shape: layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, dtype
+    settings: dict[str, Any]  # attention back end, selector, eager or graphs, block size, tensor parallel size, ...
+    versions: dict[str, Any] = field(default_factory=dict)
+    clocks: dict[str, Any] = field(default_factory=dict)  # informative: never compared
+    num_pages: int | None = None
+    graph_buckets: tuple[int, ...] = ()
+    page_size: int = 16
+    command: str = ""  # informative: never compared
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "version": VERSION, **asdict(self), "graph_buckets": list(self.graph_buckets)}
+
+    @classmethod
+    def from_json(cls, data: Any, source: str = "samples file") -> SamplesHeader:
+        """Parse a header line; raises `InputError` for another schema or version, `UsageError` for unknown keys."""
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise InputError(f"{source} does not begin with an {SCHEMA} header; {REMAKE}")
+        if data.get("version") != VERSION:
+            raise InputError(f"{source} has version {data.get('version')}, this release reads {VERSION}; {REMAKE}")
+        values = {key: value for key, value in data.items() if key not in ("schema", "version")}
+        check_keys(f"the header of {source}", values, cls.__dataclass_fields__)
+        missing = [name for name in ("hardware", "model", "settings") if not isinstance(values.get(name), dict)]
+        if missing:
+            raise InputError(f"the header of {source} lacks {', '.join(missing)}; {REMAKE}")
+        return cls(**{**values, "graph_buckets": tuple(values.get("graph_buckets", ()))})
+
+    def differences(self, other: SamplesHeader) -> list[str]:
+        """``key: mine is not other's`` for all that decides step times; empty when the samples may be mixed."""
+        found = []
+        for part in ("hardware", "model", "settings", "versions"):
+            found += dict_differences(part, getattr(self, part), getattr(other, part))
+        for part in ("num_pages", "graph_buckets", "page_size"):
+            if getattr(self, part) != getattr(other, part):
+                found.append(f"{part}: {_short(getattr(self, part))} is not {_short(getattr(other, part))}")
+        return found
+
+
+def dict_differences(what: str, mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """``what.key: a is not b`` for each key on which two flat dictionaries differ."""
+    return [
+        f"{what}.{key}: {_short(mine.get(key))} is not {_short(other.get(key))}"
+        for key in sorted({*mine, *other})
+        if mine.get(key) != other.get(key)
+    ]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured cell."""
+
+    cell: Cell
+    features: StepFeatures  # 0-d
+    repeats_s: tuple[float, ...]
+    skipped: str = ""  # reason why the cell could not be measured; then there are no repeats
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.repeats_s)) if self.repeats_s else float("nan")
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over median."""
+        return relative_spread(self.repeats_s)
+
+    def to_json(self) -> dict[str, Any]:
+        head = {
+            "key": self.cell.key,
+            "regime": self.cell.regime,
+            "heldout": self.cell.heldout,
+            "cell": self.cell.to_json(),
+        }
+        if self.skipped:
+            return {**head, "skipped": self.skipped}
+        features = {name: float(getattr(self.features, name)) for name in FEATURES}
+        return {
+            **head, "features": features, "median_s": self.median_s, "spread": self.spread, "repeats_s": list(self.repeats_s),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Any, buckets: Sequence[int]) -> Sample:
+        """Inverse of `to_json`; features that the line lacks are derived from the cell."""
+        cell = Cell.from_json(data["cell"], heldout=bool(data.get("heldout", False)))
+        features = StepFeatures.of(**data["features"]) if "features" in data else cell.features(buckets)
+        repeats = tuple(float(value) for value in data.get("repeats_s", ()))
+        if not repeats and "skipped" not in data:
+            raise ValueError("no repeats_s")
+        if not all(np.isfinite(value) and value > 0 for value in repeats):
+            raise ValueError("repeats_s must be positive and finite")
+        return cls(cell, features, repeats, str(data.get("skipped", "")))
+
+
+def relative_spread(repeats_s: Sequence[float]) -> float:
+    """Interquartile range of the repeats over their median; 0 for a single repeat."""
+    if len(repeats_s) < 2:
+        return 0.0
+    low, middle, high = np.percentile(repeats_s, [25, 50, 75])
+    return float((high - low) / middle)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A read samples file: last measurement of every key, in order of first appearance."""
+
+    header: SamplesHeader
+    by_key: dict[str, Sample]
+
+    @property
+    def measured(self) -> list[Sample]:
+        return [sample for sample in self.by_key.values() if not sample.skipped]
+
+    def matrix(self) -> tuple[Floats, Floats]:
+        """(features [samples, len(FEATURES)], medians [samples] in seconds) of the measured cells."""
+        measured = self.measured
+        if not measured:
+            return np.zeros((0, len(FEATURES))), np.zeros(0)
+        return np.stack([s.features.matrix() for s in measured]), np.array([s.median_s for s in measured])
+
+    def heldout(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """[samples]: True for the cells that the plan marked held-out."""
+        return np.array([sample.cell.heldout for sample in self.measured], dtype=bool)
+
+    def data_hash(self) -> str:
+        """Short digest of features and repeats, independent of the order of lines."""
+        digest = hashlib.sha256()
+        for key in sorted(self.by_key):
+            digest.update(json.dumps([key, self.by_key[key].repeats_s]).encode())
+        return digest.hexdigest()[:16]
+
+
+def read_samples(path: str | Path) -> Samples:
+    """Read a samples file; a torn last line is dropped with a warning. Raises `InputError` that names file and line."""
+    return _parse(Path(path))[0]
+
+
+def _parse(path: Path) -> tuple[Samples, int]:
+    """(samples, number of bytes up to the last whole line)."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(f"samples file {path} does not exist; check the path, or {REMAKE}") from error
+    except OSError as error:
+        raise InputError(f"samples file {path} cannot be read: {error.strerror or error}") from error
+    lines = raw.split(b"\n")
+    torn = lines.pop()  # what follows the last newline
+    good_bytes = len(raw) - len(torn)
+    if not lines:
+        raise InputError(f"samples file {path} has no complete header line; {REMAKE}")
+    if torn:
+        warnings.warn(f"{path}: the last line is incomplete (a killed run) and is dropped", stacklevel=3)
+    header: SamplesHeader | None = None
+    by_key: dict[str, Sample] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            data = json.loads(line)
+            if header is None:
+                header = SamplesHeader.from_json(data, f"samples file {path}")
+                continue
+            sample = Sample.from_json(data, header.graph_buckets)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"samples file {path}, line {number} is not a sample ({error}); remove the line or {REMAKE}"
+            ) from error
+        by_key[sample.cell.key] = sample
+    if header is None:
+        raise InputError(f"samples file {path} has no header line; {REMAKE}")
+    return Samples(header, by_key), good_bytes
+
+
+class SamplesWriter:
+    """Appends samples to a file; continues one that is there when its header agrees.
+
+    Raises `MismatchError` with the differences when the file was made for other hardware, model, settings or versions.
+    """
+
+    def __init__(self, path: str | Path, header: SamplesHeader) -> None:
+        self.path = Path(path)
+        self.done: dict[str, Sample] = {}
+        if self.path.exists() and self.path.stat().st_size > 0:
+            samples, good_bytes = _parse(self.path)
+            if differences := samples.header.differences(header):
+                raise MismatchError(
+                    f"{self.path} holds samples of another setup ({'; '.join(differences)}); give another --output or remove it"
+                )
+            self.done = dict(samples.by_key)
+            if good_bytes < self.path.stat().st_size:
+                os.truncate(self.path, good_bytes)
+        else:
+            write_text_atomic(self.path, json.dumps(header.to_json(), allow_nan=False) + "\n")
+
+    def append(self, sample: Sample) -> None:
+        """Write one line and sync it to disk."""
+        line = json.dumps(sample.to_json(), allow_nan=False) + "\n"
+        try:
+            with open(self.path, "ab") as stream:
+                stream.write(line.encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise InputError(
+                f"cannot append to {self.path}: {error.strerror or error}; free space or choose another path"
+            ) from error
+        self.done[sample.cell.key] = sample
+
+
+def merge_samples(many: Sequence[Samples]) -> Samples:
+    """One set from files of one setup; raises `MismatchError` that spells out the differences otherwise."""
+    if not many:
+        raise InputError("no samples given; pass at least one samples.jsonl")
+    for other in many[1:]:
+        if differences := many[0].header.differences(other.header):
+            raise MismatchError(
+                f"samples of different setups cannot be mixed ({'; '.join(differences)}); calibrate them apart"
+            )
+    return Samples(many[0].header, {key: sample for samples in many for key, sample in samples.by_key.items()})
