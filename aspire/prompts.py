@@ -127,7 +127,7 @@ def read_jsonl(
         seen[prompt.prompt_id] = number
         prompts.append(prompt)
     if not prompts:
-        raise InputError(f"prompt file {source} holds no prompt; write a line such as {{\"prompt\": \"...\"}}")
+        raise InputError(f'prompt file {source} holds no prompt; write a line such as {{"prompt": "..."}}')
     return prompts
 
 
@@ -160,9 +160,13 @@ def _parse_line(line: bytes, number: int, tokenizer: Tokenizer | None, chat: boo
 
 
 def _checked_messages(messages: Any) -> list[dict[str, str]]:
-    good = isinstance(messages, list) and messages and all(
-        isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
-        for item in messages
+    good = (
+        isinstance(messages, list)
+        and messages
+        and all(
+            isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+            for item in messages
+        )
     )
     if not good:
         raise ValueError('messages is not a list of {"role": ..., "content": ...}')

@@ -1,0 +1,198 @@
+"""calibrate, simulate, trace: files in, files and tables out, and the line for each kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aspire.rundir import read_run
+from aspire.scheduler import FEATURES
+from aspire_calibration import PlanLimits, SamplesHeader, profile_plan, run_profile
+from tests.cli.helpers import assert_one_error, run
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """samples.jsonl of a machine whose step times are known: linear in the features, 1 % noise."""
+    path = tmp_path_factory.mktemp("samples") / "samples.jsonl"
+    price = dict.fromkeys(FEATURES, 0.0) | {"rows": 2e-5, "query_tokens": 4e-5, "sparse_kv_tokens": 6e-8}
+    price |= {"full_kv_tokens": 6e-8, "prefill_tokens": 1e-5}
+    rng = np.random.default_rng(0)
+
+    def time_cell(cell: object) -> list[float]:
+        features = cell.features()  # type: ignore[attr-defined]
+        seconds = 2e-3 + sum(price[name] * float(getattr(features, name)) for name in FEATURES)
+        return [seconds * float(np.exp(0.01 * rng.normal())) for _ in range(3)]
+
+    limits = PlanLimits(max_num_seqs=8, max_model_len=4096, num_pages=2048, max_num_batched_tokens=2048)
+    header = SamplesHeader(
+        hardware={"name": "paper machine"},
+        model={"name": "tiny", "layers": 2},
+        settings={"max_num_seqs": 8, "max_model_len": 4096, "max_num_batched_tokens": 2048},
+        num_pages=2048,
+    )
+    run_profile(time_cell, profile_plan(limits, levels=1), path, header, repeats=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cost_model(samples: Path) -> Path:
+    """cost_model.json made from `samples` by the command itself."""
+    output = samples.parent / "cost_model.json"
+    done = run("calibrate", samples, "-o", output, "--form", "linear", "--bootstrap", 5, "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["form"] == "linear" and report["accuracy"]["ar"]["mape"] < 0.03
+    assert f"wrote {output}" in done.err and "next: aspire simulate" in done.err
+    return output
+
+
+def test_calibrate_prints_error_by_regime(samples: Path, tmp_path: Path) -> None:
+    done = run("calibrate", samples, "-o", tmp_path / "c.json", "--form", "linear", "--bootstrap", 0)
+    assert done.code == 0, done.err
+    assert all(word in done.out for word in ("MAPE", "P90", "bias", "draft", "verify"))
+
+
+def test_missed_threshold_exits_1_and_still_writes(samples: Path, tmp_path: Path) -> None:
+    output = tmp_path / "c.json"
+    done = run("calibrate", samples, "-o", output, "--form", "linear", "--bootstrap", 0, "--max-mape", 0.0001)
+    assert done.code == 1
+    assert "above --max-mape" in done.err and output.is_file()
+
+
+def test_calibrate_bad_input(samples: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(samples.read_text(encoding="utf-8").replace('"repeats_s"', '"repeats"', 1), encoding="utf-8")
+    output = tmp_path / "c.json"
+    assert_one_error(run("calibrate", tmp_path / "no.jsonl", "-o", output), 1, "does not exist", "aspire profile")
+    assert_one_error(run("calibrate", tmp_path, "-o", output), 1, "is a folder")
+    assert_one_error(run("calibrate", broken, "-o", output), 1, "line 2")
+    assert_one_error(run("calibrate", "-o", output), 2, "aspire profile")
+    assert_one_error(run("calibrate", samples, "--form", "lineer", "-o", output), 2, "did you mean 'linear'?")
+    assert_one_error(run("calibrate", samples, "--scale-from", "h100", "-o", output), 2, "--scale-to")
+    assert_one_error(run("calibrate", "--analytic", "h1000", "-o", output), 2, "h100")
+    assert_one_error(run("calibrate", samples, "--folds", "-3", "-o", output), 2, "--folds")
+    assert not output.exists()
+
+
+def test_analytic_model_needs_no_samples(tmp_path: Path) -> None:
+    done = run("calibrate", "--analytic", "h200", "--model", "qwen3-8b", "-o", tmp_path / "h200.json")
+    assert done.code == 0, done.err
+    assert "analytic" in done.out
+
+
+def test_simulate_writes_a_run_per_policy(cost_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    arguments = ["simulate", "--cost-model", cost_model, "-o", folder, "--num-prompts", 12, "--input-len", "2000"]
+    arguments += [
+        "--output-len",
+        "40",
+        "--policy",
+        "autoregressive",
+        "--policy",
+        "fixed:g=3+window",
+        "--policy",
+        "oracle",
+    ]
+    done = run(*arguments, "--goodput", "ttft:100000 tpot:500")
+    assert done.code == 0, done.err
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["00-autoregressive", "01-fixed_g=3__window", "02-oracle_verify"]
+    for name in names:
+        one = read_run(folder / name)
+        assert one.summary["completed"] == 12 and one.summary["total_output_tokens"] == 12 * 40
+        assert one.summary["goodput_share"] == 1.0
+        assert one.meta["command"] and one.config["cost_model"] == str(cost_model)
+        assert name.split("-", 1)[1].split("_")[0] in done.out
+    again = run(*arguments, "--json", "--quiet")
+    assert again.code == 0 and again.err == ""
+    assert [row["summary"]["total_output_tokens"] for row in json.loads(again.out)["runs"]] == [480] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "parts"),
+    [
+        (["--policy", "asprie"], 2, ["did you mean 'aspire'?"]),
+        (["--policy", "fixed:gg=3"], 2, ["gg"]),
+        (["--policy", "none.json"], 1, ["none.json does not exist"]),
+        (["--acceptance", "iid:2"], 2, ["2"]),
+        (["--acceptance", "idd:0.5"], 2, ["did you mean 'iid'?"]),
+        (["--num-prompts", "-1"], 2, ["--num-prompts"]),
+        (["--input-len", "-5"], 2, ["length distribution"]),
+        (["--request-rate", "0"], 2, ["--request-rate"]),
+        (["--burstiness", "-1"], 2, ["burstiness"]),
+        (["--goodput", "tttft:1"], 2, ["did you mean 'ttft'?"]),
+        (["--trace", "none.csv"], 1, ["does not exist"]),
+        (["--time-scale", "2"], 2, ["--trace"]),
+        (["--max-num-seq", "4"], 2, ["did you mean '--max-num-seqs'?"]),
+        (["--max-num-batched-tokens", "4"], 2, ["max_num_batched_tokens 4"]),
+        (["--strict-range", "--input-len", "30000", "--max-model-len", "40000"], 1, ["outside the fitted range"]),
+    ],
+)
+def test_simulate_bad_input(
+    cost_model: Path, tmp_path: Path, options: list[str], code: int, parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("simulate", "--cost-model", cost_model, "--quiet", *options)
+    assert_one_error(done, code, *parts)
+    assert list(tmp_path.rglob("summary.json")) == []
+
+
+def test_broken_or_missing_cost_model(tmp_path: Path) -> None:
+    broken = tmp_path / "c.json"
+    assert_one_error(run("simulate", "--cost-model", broken), 1, "does not exist", "aspire calibrate")
+    broken.write_text("{broken", encoding="utf-8")
+    assert_one_error(run("simulate", "--cost-model", broken), 1, "is not valid JSON")
+    broken.write_text("{}", encoding="utf-8")
+    assert_one_error(run("simulate", "--cost-model", broken), 1, "is not a cost model")
+
+
+def test_extrapolation_warns_and_is_counted(cost_model: Path, tmp_path: Path) -> None:
+    options = ["--input-len", "30000", "--max-model-len", "40000", "--num-pages", 30000, "--num-prompts", 2]
+    done = run("simulate", "--cost-model", cost_model, "-o", tmp_path / "r", "--json", "--policy", "fixed", *options)
+    assert done.code == 0, done.err
+    assert "aspire: warning: cost model:" in done.err
+    assert json.loads(done.out)["extrapolated"]["full_kv_tokens"] > 0
+
+
+def test_a_folder_with_other_files_is_left_alone(cost_model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "r" / "00-fixed_verify"
+    target.mkdir(parents=True)
+    (target / "mine.txt").write_text("keep", encoding="utf-8")
+    done = run("simulate", "--cost-model", cost_model, "--policy", "fixed", "-o", tmp_path / "r", "--num-prompts", 2)
+    assert_one_error(done, 1, "mine.txt")
+    assert (target / "mine.txt").read_text(encoding="utf-8") == "keep"
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root writes everywhere")
+def test_folder_without_write_permission(samples: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        assert_one_error(run("calibrate", samples, "-o", tmp_path / "c.json"), 1, "cannot write")
+    finally:
+        tmp_path.chmod(stat.S_IRWXU)
+
+
+def test_trace_statistics_and_replay(cost_model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    lines = [f"2023-11-16 18:17:{second:02d}.0,{200 + 10 * second},{20}" for second in range(40)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    done = run("trace", trace, "--json")
+    assert done.code == 0, done.err
+    stats = json.loads(done.out)["stats"]
+    assert stats["requests"] == 40 and stats["mean_output_tokens"] == 20
+    options = ["--trace", trace, "--limit", 10, "--time-scale", "0.5", "--policy", "fixed", "-o", tmp_path / "r"]
+    done = run("simulate", "--cost-model", cost_model, *options, "--json")
+    assert done.code == 0, done.err
+    (one,) = json.loads(done.out)["runs"]
+    assert one["summary"]["completed"] == 10
+    fitted = run("fit-acceptance", one["run"], "-o", tmp_path / "acceptance.json", "--json")
+    assert fitted.code == 0, fitted.err
+    assert (tmp_path / "acceptance.json").is_file() and json.loads(fitted.out)["best"]
+    trace.write_text("a,b\n1,2\n", encoding="utf-8")
+    assert_one_error(run("trace", trace), 1, "line 1", "is no trace")
