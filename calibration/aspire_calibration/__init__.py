@@ -9,7 +9,7 @@ What to time and how
 From samples to a cost model
     calibrate                                                    compare forms, keep the best, report held-out error
     CostModelFile, LoadedCostModel, load_cost_model              cost_model.json; predict, marginal, check_matches
-    analytic_model, scale_from, HARDWARE, ModelShape             what-if models from public figures; carry to another GPU
+    analytic_model, scale_from, HARDWARE, ModelShape             what-if models from public figures; scaling
     OnlineCostModel                                              corrections learned from the step timings of a run
 
 Is it true?
@@ -55,12 +55,44 @@ _WHERE = {
 }
 
 __all__ = [
-    "HARDWARE", "MODELS", "Cell", "CostModelFile", "ErrorReport", "Hardware", "LoadedCostModel", "ModelShape",
-    "OnlineCostModel", "PlanLimits", "ProfileProgress", "ProfileResult", "RowGroup", "RunValidation", "Sample", "Samples",
-    "SamplesHeader", "analytic_model", "ar", "by_regime", "calibrate", "draft", "error_report", "load_cost_model",
-    "merge_samples", "mixed", "padded_tokens", "plan_info", "prefill", "profile_plan", "ragged", "read_samples", "refiner",
-    "run_profile", "scale_from", "validate_steps", "verify",
-]  # fmt: skip
+    "HARDWARE",
+    "MODELS",
+    "Cell",
+    "CostModelFile",
+    "ErrorReport",
+    "Hardware",
+    "LoadedCostModel",
+    "ModelShape",
+    "OnlineCostModel",
+    "PlanLimits",
+    "ProfileProgress",
+    "ProfileResult",
+    "RowGroup",
+    "RunValidation",
+    "Sample",
+    "Samples",
+    "SamplesHeader",
+    "analytic_model",
+    "ar",
+    "by_regime",
+    "calibrate",
+    "draft",
+    "error_report",
+    "load_cost_model",
+    "merge_samples",
+    "mixed",
+    "padded_tokens",
+    "plan_info",
+    "prefill",
+    "profile_plan",
+    "ragged",
+    "read_samples",
+    "refiner",
+    "run_profile",
+    "scale_from",
+    "validate_steps",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -151,7 +151,7 @@ def analytic_model(
         page_size=page_size,
         data={"public_figures": asdict(device), "kernels_per_layer": KERNELS_PER_LAYER},
         limits=[
-            "analytic: from public peak figures and assumed efficiencies, not measured; expect errors of tens of percent",
+            "analytic: from public peak figures and assumed efficiencies; expect errors of tens of percent",
             "no efficiency loss of small batches, no cache effects, no contention with the host",
             "prefill attention is priced as compute only, its KV reads as hidden",
         ],
@@ -169,18 +169,31 @@ class Ratios:
 
 # variable -> what binds it; GEMM tokens are memory bound up to the crossover and compute bound beyond.
 BOUND = {
-    "one": "overhead", "rows": "overhead", "draft_rows": "overhead", "verify_rows": "overhead", "select_rows": "overhead",
-    "query_tokens": "overhead", "logits_rows": "memory", "sparse_kv_tokens": "memory", "full_kv_tokens": "memory",
-    "kv_tokens": "memory", "verify_kv_tokens": "memory", "select_kv_tokens": "memory", "padded_tokens": "compute",
-    "verify_extra_qkv": "compute", "prefill_tokens": "compute", "prefill_qkv": "compute",
-}  # fmt: skip
+    "one": "overhead",
+    "rows": "overhead",
+    "draft_rows": "overhead",
+    "verify_rows": "overhead",
+    "select_rows": "overhead",
+    "query_tokens": "overhead",
+    "logits_rows": "memory",
+    "sparse_kv_tokens": "memory",
+    "full_kv_tokens": "memory",
+    "kv_tokens": "memory",
+    "verify_kv_tokens": "memory",
+    "select_kv_tokens": "memory",
+    "padded_tokens": "compute",
+    "verify_extra_qkv": "compute",
+    "prefill_tokens": "compute",
+    "prefill_qkv": "compute",
+}
 
 
 def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFile:
     """Carry a measured model to another GPU by ratios of bandwidth and FLOP/s; kind *scaled*.
 
-    The constant of the model (launches and reading the weights) is split: the weights' share, known from the model shape,
-    follows bandwidth, the rest the launch overhead. Raises `MismatchError` when the model was not made on ``from_gpu``.
+    The constant of the model (launches and reading the weights) is split: the weights' share, known from the model
+    shape, follows bandwidth, the rest the launch overhead. Raises `MismatchError` when the model was not made on
+    ``from_gpu``.
     """
     source, target = hardware_named(from_gpu), hardware_named(to_gpu)
     base = model.fitted.base if isinstance(model.fitted, TableModel) else model.fitted
@@ -189,7 +202,8 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
     short = from_gpu.lower().split("-")[0].removeprefix("rtx")
     if short != "cpu" and short not in str(model.hardware.get("name", "")).lower().replace(" ", ""):
         raise MismatchError(
-            f"the cost model was made on {model.hardware.get('name')}, not on {from_gpu}; give --scale-from the GPU it was made on"
+            f"the cost model was made on {model.hardware.get('name')}, not on {from_gpu}; "
+            "give --scale-from the GPU it was made on"
         )
     ratios = Ratios(
         memory=source.bandwidth_bytes_per_s / target.bandwidth_bytes_per_s,
@@ -218,8 +232,8 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
         clocks={},
         data={**model.data, "scaled": {"from": source.name, "to": target.name, **asdict(ratios)}},
         limits=[
-            f"scaled from a model measured on {model.hardware.get('name')} by bandwidth x{1 / ratios.memory:.2f} and FLOP/s "
-            f"x{1 / ratios.compute:.2f}; not measured on {target.name}",
+            f"scaled from a model measured on {model.hardware.get('name')} by bandwidth x{1 / ratios.memory:.2f} "
+            f"and FLOP/s x{1 / ratios.compute:.2f}; not measured on {target.name}",
             *model.limits,
         ],
     )

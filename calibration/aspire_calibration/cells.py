@@ -130,7 +130,7 @@ def bucket_array(graph_buckets: Sequence[int]) -> Floats:
 
 
 def padded_tokens(query_tokens: Floats | np.float64, buckets: Floats) -> Floats:
-    """Smallest bucket that holds the query tokens; above the largest one (or without buckets) the step runs eagerly, unpadded."""
+    """Smallest bucket that holds the query tokens; above the largest, or without any, steps run eagerly, unpadded."""
     if len(buckets) == 1:
         return np.asarray(query_tokens, dtype=np.float64)
     padded = buckets[buckets.searchsorted(query_tokens)]

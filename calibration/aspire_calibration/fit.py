@@ -1,8 +1,9 @@
 """From samples to a cost model: compare forms, keep the one that extrapolates best, say how well it does.
 
-Three disjoint questions, three sets of cells: cross-validation on the grid cells chooses the form together with a test on the
-extremes (fitted without the largest steps, scored on them); the cells that the plan held out, never seen by any of this, give
-the error that is reported; the bootstrap tells how far the coefficients and predictions would move with other samples.
+Three disjoint questions, three sets of cells: cross-validation on the grid cells chooses the form together with a
+test on the extremes (fitted without the largest steps, scored on them); the cells that the plan held out, never seen
+by any of this, give the error that is reported; the bootstrap tells how far the coefficients and predictions would
+move with other samples.
 """
 
 from __future__ import annotations
@@ -72,13 +73,14 @@ def calibrate(
 ) -> CostModelFile:
     """Fit, choose and check. ``forms``: names of `aspire_calibration.forms.FORMS` (default: all); one name forces it.
 
-    Raises `InputError` when there are too few cells. Cells the plan held out are only used for the report; if there are too
-    few of them, every fifth cell (seeded) is taken.
+    Raises `InputError` when there are too few cells. Cells the plan held out are only used for the report; if there are
+    too few of them, every fifth cell (seeded) is taken.
     """
     matrix, seconds = samples.matrix()
     if len(seconds) < MIN_CELLS:
         raise InputError(
-            f"{len(seconds)} measured cells are too few to calibrate, at least {MIN_CELLS} are needed; let `aspire profile` run longer"
+            f"{len(seconds)} measured cells are too few to calibrate, at least {MIN_CELLS} are needed; "
+            "let `aspire profile` run longer"
         )
     generator = np.random.default_rng(seed)
     heldout = heldout_mask(samples.heldout(), generator)
@@ -95,9 +97,8 @@ def calibrate(
     if progress is not None:
         progress(f"kept form {form.name}; bootstrap of {bootstrap} resamples")
     report = chosen.heldout
-    fitted = form.fit(
-        features, seconds, None
-    )  # the file's coefficients use every cell; the report is of the fit without
+    # Coefficients never saw the held-out cells: whoever has file and samples can check the report.
+    fitted = form.fit(features[:, train], seconds[train], None)
     intervals = bootstrap_intervals(form, features[:, train], seconds[train], bootstrap, generator)
     spread = float(np.median([sample.spread for sample in samples.measured]))
     return CostModelFile(
@@ -109,12 +110,16 @@ def calibrate(
         comparison=[score.to_json() for score in scores],
         intervals=intervals,
         data={
-            "hash": samples.data_hash(), "cells": len(seconds), "heldout_cells": int(heldout.sum()), "seed": seed,
-            "median_spread": spread, "skipped": len(samples.by_key) - len(seconds),
+            "hash": samples.data_hash(),
+            "cells": len(seconds),
+            "heldout_cells": int(heldout.sum()),
+            "seed": seed,
+            "median_spread": spread,
+            "skipped": len(samples.by_key) - len(seconds),
         },
         limits=known_limits(samples, report, spread),
         **setup_of(samples.header),
-    )  # fmt: skip
+    )
 
 
 def heldout_mask(planned: Mask, generator: np.random.Generator) -> Mask:
@@ -180,8 +185,9 @@ def bootstrap_intervals(
 ) -> dict[str, dict[str, float]]:
     """90 % intervals over resampled cells: of the summed slopes per variable (ramp forms) and of predicted seconds.
 
-    ``prediction``: median over cells of (p95 - p5) / fitted seconds. Single ramps trade off against their neighbours, so the
-    interval is given for what they add up to: the mean slope of a variable over its fitted range, in seconds per unit.
+    ``prediction``: median over cells of (p95 - p5) / fitted seconds. Single ramps trade off against their neighbours,
+    so the interval is given for what they add up to: the mean slope of a variable over its fitted range, in seconds
+    per unit.
     """
     if resamples < 2:
         return {}

@@ -4,7 +4,7 @@
 |---|---|
 | paper | b0 + b1 query_tokens + b2 (sparse + full KV tokens): arXiv 2609.17943 |
 | linear | every feature its own price, one straight line each |
-| roofline | piecewise linear in GEMM tokens (weights read once, then compute bound; buckets a staircase) and in KV tokens (small work is bound by latency, large by bandwidth), linear elsewhere |
+| roofline | piecewise linear in GEMM tokens (weights, then compute) and KV tokens (latency, then bandwidth) |
 | overlap | the larger of host work and roofline device work: steps of small models wait for the host |
 | table | linear times an interpolation between measured cells |
 `*-ols` are the same terms by ordinary least squares on seconds: for comparison only, never kept.
@@ -69,8 +69,21 @@ def paper_terms(features: Floats) -> list[Ramp]:
 
 
 def linear_terms(features: Floats) -> list[Ramp]:
-    names = ("one", "rows", "padded_tokens", "draft_rows", "verify_rows", "logits_rows", "sparse_kv_tokens", "full_kv_tokens",
-             "verify_extra_qkv", "prefill_tokens", "prefill_qkv", "select_kv_tokens", "select_rows")  # fmt: skip
+    names = (
+        "one",
+        "rows",
+        "padded_tokens",
+        "draft_rows",
+        "verify_rows",
+        "logits_rows",
+        "sparse_kv_tokens",
+        "full_kv_tokens",
+        "verify_extra_qkv",
+        "prefill_tokens",
+        "prefill_qkv",
+        "select_kv_tokens",
+        "select_rows",
+    )
     return [Ramp(name) for name in names if name == "one" or np.any(variable_rows(features, [name]))]
 
 
@@ -106,8 +119,8 @@ def fit_sum(
 def fit_overlap(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
     """max(host, device) by alternation: each branch is fitted to the steps where it is the larger one.
 
-    Starts from several splits by step time (short steps are host bound) and keeps the split that fits best; where the host
-    never binds, the result is the device branch alone.
+    Starts from several splits by step time (short steps are host bound) and keeps the split that fits best; where the
+    host never binds, the result is the device branch alone.
     """
     matrices = [design(host_terms(features), features), design(roofline_terms(features), features)]
     branches = (tuple(host_terms(features)), tuple(roofline_terms(features)))

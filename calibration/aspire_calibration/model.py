@@ -1,7 +1,8 @@
 """cost_model.json: what a step costs, where that holds, and how well it was checked.
 
-`CostModelFile` is the file, `LoadedCostModel` (module `predict`) answers the scheduler. Readable JSON: terms with units,
-feature definitions, valid ranges, held-out error per regime, bootstrap intervals, and the setup it was measured on.
+`CostModelFile` is the file, `LoadedCostModel` (module `predict`) answers the scheduler. Readable JSON: terms with
+units, feature definitions, valid ranges, held-out error per regime, bootstrap intervals, and the setup it was
+measured on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from aspire.fileio import read_json, write_json_atomic
 from aspire.scheduler.features import FEATURES, Floats
 from aspire_calibration.forms import Fitted, fitted_from_json
 from aspire_calibration.samples import SamplesHeader, dict_differences
+from aspire_calibration.score import ErrorReport
 from aspire_calibration.variables import VARIABLES
 
 SCHEMA = "aspire-cost-model"
@@ -106,7 +108,7 @@ class CostModelFile:
         graph_buckets: tuple[int, ...] | None = None,
         num_pages: int | None = None,
     ) -> list[str]:
-        """In words, all that differs from this setup. Parts that are not given, and informative keys, are not compared."""
+        """In words, all that differs from this setup. Parts not given, and informative keys, are not compared."""
         found: list[str] = []
         for what, given in (("hardware", hardware), ("model", model), ("settings", settings)):
             if given is not None:
@@ -144,11 +146,7 @@ class CostModelFile:
         lines = [f"{self.kind} cost model, form '{self.form}', {name}, {self.model.get('name', 'unnamed model')}"]
         if self.accuracy:
             lines.append("held-out error (relative):")
-            for regime, row in self.accuracy.items():
-                lines.append(
-                    f"  {regime:8s} n {row['n']:4.0f}  MAPE {row['mape']:6.1%}  P90 {row['p90']:6.1%}  max {row['max']:6.1%}"
-                    f"  bias {row['bias']:+6.1%}"
-                )
+            lines += [f"  {regime:8s} {ErrorReport(**row).text()}" for regime, row in self.accuracy.items()]  # type: ignore[arg-type]
         for row in self.comparison:
             kept = "  <- kept" if row.get("form") == self.form else ""
             extreme = row.get("extreme_mape")

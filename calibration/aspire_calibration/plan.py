@@ -1,8 +1,8 @@
 """The profiling plan: which cells to time, from the limits of this machine and model, coarse first.
 
-Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which a grid
-that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan is a usable coarse
-plan. Points off the grid, drawn log-uniformly with a seed, are interleaved as held-out cells.
+Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which
+a grid that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan
+is a usable coarse plan. Points off the grid, drawn log-uniformly with a seed, are interleaved as held-out cells.
 """
 
 from __future__ import annotations
@@ -28,9 +28,19 @@ from aspire_calibration.cells import (
 )
 
 __all__ = [
-    "REGIMES", "Cell", "PlanLimits", "RowGroup", "ar", "draft", "mixed", "padded_tokens", "prefill", "profile_plan", "ragged",
+    "REGIMES",
+    "Cell",
+    "PlanLimits",
+    "RowGroup",
+    "ar",
+    "draft",
+    "mixed",
+    "padded_tokens",
+    "prefill",
+    "profile_plan",
+    "ragged",
     "verify",
-]  # fmt: skip
+]
 
 HELDOUT_EVERY = 5  # one held-out cell after so many grid cells
 MAX_CELLS_PER_REGIME = 90  # coarse levels first, within a level at random (seeded)
@@ -74,7 +84,7 @@ class PlanLimits:
         )
 
     def context_for(self, rows: int, context: float, query_tokens: int = 1) -> int:
-        """``context`` lowered to what the pool can hold for ``rows`` rows (a whole number of pages less one token if cut)."""
+        """``context`` lowered to what the pool can hold for ``rows`` rows."""
         room = self.num_pages // max(rows, 1) * self.page_size
         return max(min(int(context), self.max_model_len, room), query_tokens)
 

@@ -1,4 +1,4 @@
-"""A loaded cost model: the price of steps, and of adding work to a step. Called at every scheduler step, so it is lean."""
+"""A loaded cost model: the price of steps, and of adding work to one. Called at every scheduler step, so it is lean."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from aspire_calibration.model import CostModelFile
 from aspire_calibration.variables import INDEX
 
 SLACK = 1.02  # a range is left when a feature exceeds it by more than this factor
+
+
+QUERY_TOKENS, PADDED_TOKENS = INDEX["query_tokens"], INDEX["padded_tokens"]
 
 
 def _warn(message: str) -> None:
@@ -45,9 +48,7 @@ class LoadedCostModel:
     def predict(self, features: StepFeatures) -> Floats:
         """Seconds, in the shape of the features."""
         first = features.rows
-        matrix = np.empty((len(FEATURES), first.size))
-        for row, name in zip(matrix, FEATURES, strict=True):
-            row[:] = np.reshape(getattr(features, name), -1)
+        matrix = np.array([getattr(features, name) for name in FEATURES]).reshape(len(FEATURES), -1)
         self.predicted_steps += first.size
         beyond = matrix > self._high
         if beyond.any():
@@ -57,28 +58,24 @@ class LoadedCostModel:
     def marginal(self, base: StepFeatures, added: StepFeatures) -> Floats:
         """Seconds that ``added`` costs on top of ``base``: predict(base + added) - predict(base), shapes broadcast.
 
-        ``padded_tokens`` of both are derived from the graph buckets, so a step of the staircase is paid by the work that
-        climbs it; those given are ignored. Without buckets (eager) they equal the query tokens.
+        ``padded_tokens`` of both are derived from the graph buckets, so a stair of the staircase is paid by the work
+        that climbs it; those given are ignored. Without buckets (eager) they equal the query tokens.
         """
-        shape = base.rows.shape
-        if added.rows.shape != shape:
-            shape = np.broadcast_shapes(shape, added.rows.shape)
-        size = 1
-        for length in shape:
-            size *= length
-        flat = np.empty((len(FEATURES), 2 * size))
-        for row, name in zip(flat, FEATURES, strict=True):
-            before, after = row[:size].reshape(shape), row[size:].reshape(shape)
-            before[...] = getattr(base, name)
-            np.add(before, getattr(added, name), out=after)
-        tokens = flat[INDEX["query_tokens"]]
+        before = np.array([getattr(base, name) for name in FEATURES])  # [features, *shape of base]
+        work = np.array([getattr(added, name) for name in FEATURES])
+        if before.shape != work.shape:
+            before, work = _aligned(before, work)
+        shape = before.shape[1:]
+        flat = np.stack([before, before + work], axis=1).reshape(len(FEATURES), -1)
+        size = flat.shape[1] // 2
+        tokens = flat[QUERY_TOKENS]
         if self._eager:
-            flat[INDEX["padded_tokens"]] = tokens
+            flat[PADDED_TOKENS] = tokens
         else:
             padded = self._buckets[self._buckets.searchsorted(tokens)]
-            flat[INDEX["padded_tokens"]] = np.where(padded == np.inf, tokens, padded)
+            flat[PADDED_TOKENS] = np.where(padded == np.inf, tokens, padded)
         seconds = self._seconds(flat)
-        return np.asarray((seconds[size:] - seconds[:size]).reshape(shape))
+        return (seconds[size:] - seconds[:size]).reshape(shape)
 
     def _report(self, matrix: Floats, beyond: Any) -> None:
         for index in np.flatnonzero(beyond.any(axis=1)):
@@ -117,6 +114,17 @@ class LoadedCostModel:
             for name, count in self.extrapolated.items()
         ]
         return "\n".join(lines)
+
+
+def _aligned(before: Floats, work: Floats) -> tuple[Floats, Floats]:
+    """Both [features, *shape] broadcast to one shape."""
+    shape = np.broadcast_shapes(before.shape[1:], work.shape[1:])
+
+    def wide(array: Floats) -> Floats:
+        padded = array.reshape(len(FEATURES), *(1,) * (len(shape) + 1 - array.ndim), *array.shape[1:])
+        return np.broadcast_to(padded, (len(FEATURES), *shape))
+
+    return wide(before), wide(work)
 
 
 def load_cost_model(

@@ -1,7 +1,7 @@
 """Runs a profiling plan: times each cell, keeps medians and spread, writes samples.jsonl as it goes.
 
-The engine supplies ``time_cell(cell) -> seconds of each repeat``: it lays the rows out on random KV, warms the step up and
-times it (device synchronised) at least once. This module decides what to time, how often, and when to stop.
+The engine supplies ``time_cell(cell) -> seconds of each repeat``: it lays the rows out on random KV, warms the step
+up and times it (device synchronised) at least once. This module decides what to time, how often, and when to stop.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def run_profile(
     """Time the cells of ``plan`` that ``path`` does not hold yet, then refine while ``budget_s`` lasts.
 
     A cell is timed until it has >= ``repeats`` (>= 3) repeats, longer if they spread widely. A cell that raises
-    `CapacityError` is noted as skipped. Without a budget the plan is measured whole and ``refine`` is asked until it has no
-    more. ``refine``: see `aspire_calibration.refine.refiner`. Killed at any time, the next call continues from the file.
+    `CapacityError` is noted as skipped. Without a budget the plan is measured whole and ``refine`` is asked until it
+    has no more. ``refine``: see `aspire_calibration.refine.refiner`. Killed at any time, the next call continues from
+    the file.
     """
     if repeats < 3:
         raise UsageError(f"profiling needs >= 3 repeats a cell to tell a median from noise, got {repeats}")
@@ -78,7 +79,7 @@ def run_profile(
     todo = [cell for cell in plan if cell.key not in writer.done]
     resumed = len(writer.done)
     if todo:
-        _warm_up(time_cell, todo)
+        state.warm_up(todo)
     finished = state.measure(todo, "plan", len(plan) - len(todo), len(plan))
     refined = 0
     while finished and refine is not None:
@@ -93,16 +94,6 @@ def run_profile(
     return ProfileResult(Path(path), samples, state.measured, resumed, skipped, refined, not finished, clock() - start)
 
 
-def _warm_up(time_cell: TimeCell, todo: Sequence[Cell]) -> None:
-    """Time the first cell that fits and forget it: compilers, allocators and clocks settle."""
-    for cell in todo:
-        try:
-            time_cell(cell)
-            return
-        except CapacityError:
-            continue
-
-
 @dataclass
 class _Run:
     time_cell: TimeCell
@@ -114,6 +105,15 @@ class _Run:
     start: float
     deadline: float | None
     measured: int = 0
+
+    def warm_up(self, todo: Sequence[Cell]) -> None:
+        """Time the first cell that fits and forget it: compilers, allocators and clocks settle."""
+        for cell in todo:
+            try:
+                self._timed(cell)
+                return
+            except CapacityError:
+                continue
 
     def measure(self, cells: Sequence[Cell], phase: str, done: int, total: int) -> bool:
         """Time the cells in order; False when the budget ended before them."""
@@ -194,7 +194,10 @@ def plan_info(
     warmups: int = 2,
     setup_s: float = 0.05,
 ) -> PlanInfo:
-    """Size of a plan before running it. ``cost``: e.g. an analytic model of this hardware; ``page_bytes``: K and V of a page, all layers."""
+    """Size of a plan before running it.
+
+    ``cost``: e.g. an analytic model of this hardware; ``page_bytes``: K and V of a page, all layers.
+    """
     pages = max((cell.pages(page_size) for cell in plan), default=0)
     minutes = None
     if cost is not None:

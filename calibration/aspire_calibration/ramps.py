@@ -1,10 +1,10 @@
 """The fitted shape that nearly all forms share: the largest of a few sums of ramps.
 
-    seconds(step) = max over branches b of  sum over terms t of b:  slope_t * clip(variable_t - start_t, 0, stop_t - start_t)
+    seconds(step) = max over branches of the sum over terms of  slope * clip(variable - start, 0, stop - start)
 
-A ramp from 0 without end is a plain linear term; a chain of ramps on one variable is a piecewise linear curve (a monotone one
-when no slope is negative); a ramp from 0 to 1 on a row count says whether there are such rows at all. With slopes >= 0 the
-model is monotone in every variable and extrapolates along its last slopes.
+A ramp from 0 without end is a plain linear term; a chain of ramps on one variable is a piecewise linear curve (a
+monotone one when no slope is negative); a ramp from 0 to 1 on a row count says whether there are such rows at all.
+With slopes >= 0 the model is monotone in every variable and extrapolates along its last slopes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """samples.jsonl: a header line, then one line per measured cell.
 
-The file is append-safe: each line is written and synced whole, a torn last line (a killed run) is dropped with a warning, and
-the same key measured again counts last. A file of other hardware, model or settings is refused with the differences.
+The file is append-safe: each line is written and synced whole, a torn last line (a killed run) is dropped with a
+warning, and the same key measured again counts last. A file of other hardware, model or settings is refused with the
+differences.
 """
 
 from __future__ import annotations
@@ -112,8 +113,12 @@ class Sample:
             return {**head, "skipped": self.skipped}
         features = {name: float(getattr(self.features, name)) for name in FEATURES}
         return {
-            **head, "features": features, "median_s": self.median_s, "spread": self.spread, "repeats_s": list(self.repeats_s),
-        }  # fmt: skip
+            **head,
+            "features": features,
+            "median_s": self.median_s,
+            "spread": self.spread,
+            "repeats_s": list(self.repeats_s),
+        }
 
     @classmethod
     def from_json(cls, data: Any, buckets: Sequence[int]) -> Sample:
@@ -218,7 +223,8 @@ class SamplesWriter:
             samples, good_bytes = _parse(self.path)
             if differences := samples.header.differences(header):
                 raise MismatchError(
-                    f"{self.path} holds samples of another setup ({'; '.join(differences)}); give another --output or remove it"
+                    f"{self.path} holds samples of another setup ({'; '.join(differences)}); "
+                    "give another --output or remove it"
                 )
             self.done = dict(samples.by_key)
             if good_bytes < self.path.stat().st_size:

@@ -21,8 +21,8 @@ def nonnegative_relative(
 ) -> Floats:
     """Coefficients c >= 0 that minimise sum w (offset + design @ c - seconds)^2 / seconds^2, plus a small ridge.
 
-    ``design``: [steps, terms]; ``robust``: soft-L1 loss by reweighting, so that a few disturbed cells do not bend the fit. The
-    ridge acts on columns scaled to unit size: it only decides between terms that the data cannot tell apart.
+    ``design``: [steps, terms]; ``robust``: soft-L1 loss by reweighting, so that a few disturbed cells do not bend the
+    fit. The ridge acts on columns scaled to unit size: it only decides between terms that the data cannot tell apart.
     """
     rows = design / seconds[:, None]
     target = np.ones(len(seconds)) if offset is None else 1.0 - offset / seconds

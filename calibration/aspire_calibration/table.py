@@ -1,6 +1,6 @@
 """Interpolation between measured cells: a base model times a ratio that neighbours decide.
 
-The ratio measured / base of the nearest cells, in the logarithms of the features, is averaged with weights that fall with
+The ratio measured / base of the cells, in the logarithms of the features, is averaged with weights that fall with
 distance and fade to 1 away from all cells: near the data it follows the data, far from it the base extrapolates.
 """
 

@@ -9,6 +9,9 @@ import numpy as np
 from aspire.scheduler.features import FEATURES, Floats
 
 INDEX = {name: position for position, name in enumerate(FEATURES)}
+ROWS, QUERY, DRAFT_ROWS, VERIFY_ROWS = (INDEX[n] for n in ("rows", "query_tokens", "draft_rows", "verify_rows"))
+PREFILL, PREFILL_QKV = INDEX["prefill_tokens"], INDEX["prefill_qkv"]
+SPARSE_KV, FULL_KV = INDEX["sparse_kv_tokens"], INDEX["full_kv_tokens"]
 
 # name -> (unit of the variable, definition)
 VARIABLES: dict[str, tuple[str, str]] = {
@@ -33,30 +36,37 @@ VARIABLES: dict[str, tuple[str, str]] = {
 
 def variable_rows(features: Floats, names: Sequence[str]) -> Floats:
     """[len(names), steps] from features [len(FEATURES), steps]."""
-    if all(name in INDEX for name in names):
-        return np.asarray(features[[INDEX[name] for name in names]])
     out = np.empty((len(names), features.shape[1]))
-    for position, name in enumerate(names):
+    derived: dict[str, Floats] | None = None
+    for row, name in zip(out, names, strict=True):
         index = INDEX.get(name)
-        out[position] = features[index] if index is not None else _derived(features, name)
+        if index is not None:
+            row[:] = features[index]
+        elif name == "one":
+            row[:] = 1.0
+        elif name == "kv_tokens":
+            np.add(features[SPARSE_KV], features[FULL_KV], out=row)
+        else:
+            if derived is None:
+                derived = _derived(features)
+            row[:] = derived[name]
     return out
 
 
-def _derived(features: Floats, name: str) -> Floats | float:
-    if name == "one":
-        return 1.0
-    if name == "kv_tokens":
-        return np.asarray(features[INDEX["sparse_kv_tokens"]] + features[INDEX["full_kv_tokens"]])
-    prefill_tokens, verify_rows = features[INDEX["prefill_tokens"]], features[INDEX["verify_rows"]]
-    draft_rows = features[INDEX["draft_rows"]]
-    prefill_rows = np.maximum(features[INDEX["rows"]] - draft_rows - verify_rows, 0.0)
-    decoding_tokens = features[INDEX["query_tokens"]] - prefill_tokens
-    if name == "logits_rows":
-        return np.asarray(np.maximum(decoding_tokens, 0.0) + prefill_rows)
-    # The context of prefill rows is not a feature of its own: their mean context weighted by query tokens stands for it.
-    prefill_kv = prefill_rows * features[INDEX["prefill_qkv"]] / np.maximum(prefill_tokens, 1.0)
-    verify_kv = np.maximum(features[INDEX["full_kv_tokens"]] - prefill_kv, 0.0) * (verify_rows > 0)
-    if name == "verify_kv_tokens":
-        return np.asarray(verify_kv)
+def _derived(features: Floats) -> dict[str, Floats]:
+    """What needs the split of a step into decoding and prefill rows.
+
+    The context of prefill rows is no feature of its own: their mean context weighted by query tokens stands for it.
+    """
+    verify_rows, draft_rows = features[VERIFY_ROWS], features[DRAFT_ROWS]
+    decoding_tokens = features[QUERY] - features[PREFILL]
     drafted = np.maximum(decoding_tokens - draft_rows - verify_rows, 0.0)
-    return np.asarray(verify_kv * drafted / np.maximum(verify_rows, 1.0))
+    prefill_tokens, verify_kv = features[PREFILL], features[FULL_KV]
+    logits = decoding_tokens
+    if prefill_tokens.any():
+        prefill_rows = np.maximum(features[ROWS] - draft_rows - verify_rows, 0.0)
+        logits = np.maximum(decoding_tokens, 0.0) + prefill_rows
+        prefill_kv = prefill_rows * features[PREFILL_QKV] / np.maximum(prefill_tokens, 1.0)
+        verify_kv = np.maximum(verify_kv - prefill_kv, 0.0) * (verify_rows > 0)
+    extra = verify_kv * drafted / np.maximum(verify_rows, 1.0)
+    return {"logits_rows": logits, "verify_kv_tokens": verify_kv, "verify_extra_qkv": extra}

@@ -21,9 +21,12 @@ LIMITS = PlanLimits(
     d_max=16,
 )
 HEADER = SamplesHeader(
-    hardware={"name": "made-up GPU"}, model={"name": "toy", "layers": 30}, settings={"selector": "verify", "eager": False},
-    num_pages=60_000, graph_buckets=BUCKETS,
-)  # fmt: skip
+    hardware={"name": "made-up GPU"},
+    model={"name": "toy", "layers": 30},
+    settings={"selector": "verify", "eager": False},
+    num_pages=60_000,
+    graph_buckets=BUCKETS,
+)
 
 
 def attention_s(kv_tokens: Floats, rows: Floats, bytes_per_token: float = 23e3) -> Floats:

@@ -1,0 +1,127 @@
+"""Cells and the profiling plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aspire.errors import UsageError
+from aspire.scheduler.features import FEATURES, StepFeatures
+from aspire_calibration import Cell, PlanLimits, RowGroup, ar, draft, mixed, prefill, profile_plan, ragged, verify
+from aspire_calibration.cells import bucket_array, padded_tokens, regimes_of
+from aspire_calibration.plan import geometric, refinement_level
+from tests.calibration.machine import LIMITS
+
+limits_strategy = st.builds(
+    PlanLimits,
+    max_num_seqs=st.integers(1, 300),
+    max_model_len=st.integers(40, 50_000),
+    num_pages=st.integers(1, 100_000),
+    max_num_batched_tokens=st.integers(1, 9000),
+    d_max=st.integers(0, 20),
+    graph_buckets=st.sampled_from([(), (1, 2, 4, 8, 16), (512,)]),
+    select_draft=st.booleans(),
+)
+
+
+@given(limits_strategy, st.integers(0, 5))
+def test_every_cell_fits_the_limits_and_is_there_once(limits, seed):
+    plan = profile_plan(limits, seed=seed, levels=2)
+    assert all(limits.fits(cell) for cell in plan)
+    assert len({cell.key for cell in plan}) == len(plan)
+    checking = [group for cell in plan for group in cell.groups if group.kind == "verify"]
+    assert all(group.query_tokens <= limits.d_max + 1 for group in checking)
+
+
+def test_the_plan_is_the_same_for_the_same_seed_and_held_out_points_differ_otherwise():
+    keys = [[cell.key for cell in profile_plan(LIMITS, seed=seed)] for seed in (0, 0, 1)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize("length", [30, 60, 120, 300])
+def test_any_prefix_covers_all_regimes_and_both_ends_of_the_axes(length):
+    cells = profile_plan(LIMITS)[:length]
+    assert {cell.regime for cell in cells} == {"ar", "draft", "verify", "mixed", "prefill"}
+    rows = [cell.rows for cell in cells]
+    assert min(rows) == 1 and max(rows) == LIMITS.max_num_seqs
+    assert max(group.context_tokens for cell in cells for group in cell.groups) == LIMITS.max_model_len
+    assert 0.1 <= np.mean([cell.heldout for cell in cells]) <= 0.25
+
+
+def test_a_large_gpu_gets_some_hundred_cells_with_mixed_fractions_and_off_grid_points():
+    plan = profile_plan(LIMITS)
+    assert 300 <= len(plan) <= 700
+    steps = [cell.features() for cell in plan if cell.regime == "mixed"]
+    assert {0.1, 0.5, 0.9} <= {round(float(step.draft_rows / step.rows), 1) for step in steps}
+    assert any(len({group.context_tokens for group in cell.groups}) >= 3 for cell in plan if cell.heldout)
+
+
+def test_features_of_a_mixed_step():
+    cell = mixed(draft(3, 1000, 512), verify(2, 2000, 4), prefill(100, 300))
+    f = cell.features((16, 128))
+    assert cell.regime == "mixed" and cell.query_tokens == 3 + 10 + 100
+    expected = {
+        "rows": 6,
+        "query_tokens": 113,
+        "padded_tokens": 128,
+        "draft_rows": 3,
+        "verify_rows": 2,
+        "sparse_kv_tokens": 1536,
+        "full_kv_tokens": 4300,
+        "prefill_tokens": 100,
+        "prefill_qkv": 30000,
+        "select_kv_tokens": 4000,
+        "select_rows": 2,
+    }
+    assert {name: float(getattr(f, name)) for name in FEATURES} == expected
+
+
+def test_regimes():
+    steps = [ar(4, 100), draft(4, 100, 50), verify(4, 100, 2), prefill(50, 100), mixed(ar(1, 50), draft(1, 50, 20))]
+    assert [cell.regime for cell in steps] == ["ar", "draft", "verify", "prefill", "mixed"]
+    both = StepFeatures.from_matrix(np.stack([cell.features().matrix() for cell in steps]))
+    assert list(regimes_of(both)) == [cell.regime for cell in steps]
+
+
+@given(st.integers(1, 64), st.integers(20, 5000), st.floats(1, 16))
+def test_ragged_keeps_rows_and_tokens_and_about_the_context(rows, context, spread):
+    even = verify(rows, context, 3)
+    uneven = ragged(even, spread)
+    assert uneven.rows == rows and uneven.query_tokens == even.query_tokens
+    # Groups of unequal size and whole tokens shift the mean a little.
+    assert uneven.kv_tokens <= even.kv_tokens * 1.4 + rows and uneven.kv_tokens >= even.kv_tokens * 0.5 - rows
+
+
+def test_keys_name_the_step_and_survive_json():
+    cell = mixed(draft(3, 1000, 512, select=True), verify(2, 2000, 4))
+    assert cell.key == "draft:3x1q1000c512s+ verify:2x5q2000c+"
+    assert Cell.from_json(cell.to_json()) == cell
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (("decode", 1, 1, 10), "row kind 'decode' is not known.*allowed: draft, prefill, verify"),
+        (("verify", 0, 1, 10), "count >= 1"),
+        (("verify", 1, 11, 10), "counts the query tokens too"),
+        (("draft", 1, 1, 10, 0), "1 <= sparse_tokens <= context_tokens"),
+        (("verify", 1, 1, 10, 5), "only draft rows have sparse_tokens"),
+    ],
+)
+def test_impossible_rows_are_refused(group, message):
+    with pytest.raises(UsageError, match=message):
+        RowGroup(*group)
+
+
+@given(st.lists(st.integers(1, 512), max_size=12), st.integers(0, 600))
+def test_padding_is_the_smallest_bucket_that_holds_the_tokens(buckets, tokens):
+    padded = float(padded_tokens(np.float64(tokens), bucket_array(buckets)))
+    fitting = [bucket for bucket in buckets if bucket >= tokens]
+    assert padded == (min(fitting) if fitting else tokens)
+
+
+def test_geometric_and_levels():
+    assert geometric(1, 16) == [1, 2, 4, 8, 16] and geometric(5, 5) == [5]
+    assert [refinement_level(index, 9) for index in range(9)] == [0, 3, 2, 3, 1, 3, 2, 3, 0]

@@ -1,0 +1,164 @@
+"""Running a plan: repeats, budget, kill and resume, refinement."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from aspire.errors import CapacityError, EngineError, UsageError
+from aspire_calibration import (
+    LoadedCostModel,
+    PlanLimits,
+    analytic_model,
+    ar,
+    plan_info,
+    profile_plan,
+    read_samples,
+    refiner,
+    run_profile,
+)
+from aspire_calibration.refine import neighbour, worst
+from tests.calibration.machine import HEADER, LIMITS, timer
+
+SMALL = PlanLimits(8, 2048, 4000, 512, d_max=4)
+
+
+class FakeClock:
+    """Advances when a cell is timed."""
+
+    def __init__(self, per_cell_s: float) -> None:
+        self.now, self.per_cell_s, self.cells = 0.0, per_cell_s, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def time_cell(self, cell):
+        self.now += self.per_cell_s
+        self.cells.append(cell.key)
+        return [1e-3] * 5
+
+
+def test_every_cell_gets_its_repeats_and_progress_counts_down(tmp_path):
+    plan, seen = profile_plan(SMALL)[:20], []
+    clock = FakeClock(2.0)
+    result = run_profile(clock.time_cell, plan, tmp_path / "s.jsonl", HEADER, progress=seen.append, clock=clock)
+    assert result.measured == 20 and not result.out_of_budget and result.skipped == 0
+    assert [event.done for event in seen] == list(range(1, 21)) and seen[-1].eta_s == 0.0
+    assert seen[9].eta_s == pytest.approx(20.0)
+    assert clock.cells[0] == clock.cells[1] == plan[0].key, "the first cell is timed once to warm up"
+    assert all(len(sample.repeats_s) >= 3 for sample in read_samples(tmp_path / "s.jsonl").measured)
+
+
+@pytest.mark.parametrize("budget_s", [0.0, 7.0, 30.0])
+def test_the_budget_is_kept(tmp_path, budget_s):
+    clock = FakeClock(1.0)
+    plan, path = profile_plan(SMALL), tmp_path / "s.jsonl"
+    result = run_profile(clock.time_cell, plan, path, HEADER, budget_s=budget_s, clock=clock)
+    assert result.out_of_budget and clock.now <= budget_s + 2.0
+    assert result.measured == pytest.approx(budget_s - 1, abs=1.5) or budget_s == 0
+
+
+def test_noisy_cells_are_timed_longer(tmp_path):
+    generator = np.random.default_rng(0)
+    run_profile(lambda cell: [float(generator.uniform(1, 2))], [ar(1, 100)], tmp_path / "s.jsonl", HEADER, repeats=3)
+    assert len(read_samples(tmp_path / "s.jsonl").measured[0].repeats_s) == 6
+
+
+def test_cells_beyond_capacity_are_skipped_and_remembered(tmp_path):
+    def time_cell(cell):
+        if cell.rows > 4:
+            raise CapacityError("the pool has 4000 pages")
+        return [1e-3] * 5
+
+    plan = profile_plan(SMALL)
+    result = run_profile(time_cell, plan, tmp_path / "s.jsonl", HEADER)
+    assert 0 < result.skipped < len(plan) and result.measured + result.skipped == len(plan)
+    again = run_profile(time_cell, plan, tmp_path / "s.jsonl", HEADER)
+    assert again.measured == 0 and again.resumed == len(plan)
+
+
+def test_failures_say_which_step(tmp_path):
+    def broken(cell):
+        raise RuntimeError("illegal memory access")
+
+    with pytest.raises(EngineError, match="timing the step verify:1x1q100c failed: RuntimeError: illegal"):
+        run_profile(broken, [ar(1, 100)], tmp_path / "s.jsonl", HEADER)
+    with pytest.raises(EngineError, match="positive seconds are needed"):
+        run_profile(lambda cell: [0.0], [ar(1, 100)], tmp_path / "t.jsonl", HEADER)
+    with pytest.raises(UsageError, match=">= 3 repeats"):
+        run_profile(broken, [ar(1, 100)], tmp_path / "u.jsonl", HEADER, repeats=2)
+    with pytest.raises(UsageError, match="plan is empty"):
+        run_profile(broken, [], tmp_path / "u.jsonl", HEADER)
+
+
+KILLED = """
+import sys, time
+from aspire_calibration import profile_plan, run_profile
+from tests.calibration.machine import HEADER, LIMITS
+def slow(cell):
+    time.sleep(0.02)
+    return [1e-3] * 5
+run_profile(slow, profile_plan(LIMITS)[:200], sys.argv[1], HEADER)
+"""
+
+
+def test_a_killed_profile_goes_on_where_it_stopped(tmp_path):
+    path = tmp_path / "s.jsonl"
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)])
+    deadline = time.monotonic() + 30
+    while (not path.exists() or path.read_bytes().count(b"\n") < 6) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the kill may or may not tear the last line
+        before = read_samples(path)
+        assert 5 <= len(before.by_key) < 200
+        seen = []
+        plan = profile_plan(LIMITS)[:200]
+        result = run_profile(timer(), plan, path, HEADER, progress=lambda event: seen.append(event.sample))
+    assert result.resumed == len(before.by_key) and len(result.samples.by_key) == 200
+    assert not {sample.cell.key for sample in seen} & set(before.by_key), "nothing is measured twice"
+
+
+def test_refinement_measures_beside_the_worst_cells_until_the_budget_ends(tmp_path):
+    plan, clock = profile_plan(LIMITS)[:80], FakeClock(1.0)
+    time_cell = timer(noise=0.05)
+
+    def timed(cell):
+        clock.now += 1.0
+        return time_cell(cell)
+
+    result = run_profile(timed, plan, tmp_path / "s.jsonl", HEADER, budget_s=100, refine=refiner(LIMITS), clock=clock)
+    assert result.refined > 0 and result.out_of_budget and clock.now <= 103
+    assert all(LIMITS.fits(sample.cell) for sample in result.samples.measured)
+    unlimited = run_profile(time_cell, plan, tmp_path / "t.jsonl", HEADER, refine=refiner(LIMITS, rounds=2))
+    assert 0 < unlimited.refined <= 24 and not unlimited.out_of_budget
+
+
+def test_neighbours_are_near_and_fit():
+    generator = np.random.default_rng(0)
+    for cell in profile_plan(LIMITS)[:100]:
+        near = neighbour(cell, LIMITS, generator)
+        assert near is None or (LIMITS.fits(near) and 0.4 < near.query_tokens / cell.query_tokens < 2.5)
+
+
+def test_worst_cells_first(tmp_path):
+    run_profile(timer(), [ar(1, 100), ar(2, 100), ar(4, 100)], tmp_path / "s.jsonl", HEADER)
+    samples = read_samples(tmp_path / "s.jsonl")
+    predicted = [sample.median_s * factor for sample, factor in zip(samples.measured, (1.1, 0.5, 1.0), strict=True)]
+    assert worst(samples, predicted, 1) == [(ar(2, 100).key, pytest.approx(-0.5))]
+
+
+def test_plan_info_tells_cells_memory_and_minutes():
+    plan = profile_plan(LIMITS)
+    info = plan_info(plan, page_bytes=16 * 23040, cost=LoadedCostModel(analytic_model("h200", "smollm2-135m")))
+    assert info.cells == len(plan) and sum(info.by_regime.values()) == len(plan) and info.pool_pages <= LIMITS.num_pages
+    assert 0.1 < info.minutes < 5 and info.pool_bytes == info.pool_pages * 16 * 23040
+    assert "cells" in info.text() and "GiB" in info.text() and "minutes" in info.text()

@@ -1,0 +1,110 @@
+"""samples.jsonl: round trip, torn lines, resumption, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from aspire.errors import InputError, MismatchError, UsageError
+from aspire_calibration import Sample, SamplesHeader, ar, draft, merge_samples, read_samples, verify
+from aspire_calibration.samples import SamplesWriter, relative_spread
+from tests.calibration.machine import BUCKETS, HEADER
+
+
+def sample(cell, *repeats_s: float) -> Sample:
+    return Sample(cell, cell.features(BUCKETS), repeats_s or (1e-3, 2e-3, 3e-3))
+
+
+@pytest.fixture
+def path(tmp_path):
+    writer = SamplesWriter(tmp_path / "samples.jsonl", HEADER)
+    writer.append(sample(ar(4, 1000)))
+    writer.append(sample(draft(4, 1000, 512)))
+    return writer.path
+
+
+def test_round_trip(path):
+    read = read_samples(path)
+    assert read.header == HEADER
+    assert read.by_key[ar(4, 1000).key] == sample(ar(4, 1000))
+    line = json.loads(path.read_text().splitlines()[1])
+    assert line["key"] == "verify:4x1q1000c" and line["regime"] == "ar" and line["median_s"] == 2e-3
+    assert line["features"]["full_kv_tokens"] == 4000 and line["repeats_s"] == [1e-3, 2e-3, 3e-3]
+
+
+def test_the_last_measurement_of_a_key_counts(path):
+    writer = SamplesWriter(path, HEADER)
+    writer.append(sample(ar(4, 1000), 5e-3, 5e-3, 5e-3))
+    assert read_samples(path).by_key[ar(4, 1000).key].median_s == 5e-3
+    assert len(read_samples(path).by_key) == 2
+
+
+@pytest.mark.parametrize("cut", [1, 7, 60, 200])
+def test_a_torn_last_line_is_dropped_with_a_warning_and_the_file_goes_on(path, cut):
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.warns(UserWarning, match="last line is incomplete"):
+        assert list(read_samples(path).by_key) == [ar(4, 1000).key]
+    with pytest.warns(UserWarning, match="last line is incomplete"):
+        writer = SamplesWriter(path, HEADER)
+    writer.append(sample(verify(2, 500, 3)))
+    assert list(read_samples(path).by_key) == [ar(4, 1000).key, verify(2, 500, 3).key]
+
+
+def test_another_setup_is_refused_with_every_difference(path):
+    other = dataclasses.replace(HEADER, hardware={"name": "H100"}, num_pages=5, versions={"torch": "2.11"})
+    with pytest.raises(MismatchError) as caught:
+        SamplesWriter(path, other)
+    text = str(caught.value)
+    assert "hardware.name: 'made-up GPU' is not 'H100'" in text and "num_pages: 60000 is not 5" in text
+    assert "versions.torch: None is not '2.11'" in text and "give another --output" in text
+
+
+def test_clocks_and_command_do_not_matter(path):
+    SamplesWriter(path, dataclasses.replace(HEADER, clocks={"sm": "1 MHz"}, command="aspire profile"))
+
+
+def test_samples_of_different_setups_cannot_be_mixed(path, tmp_path):
+    other = SamplesWriter(tmp_path / "b.jsonl", dataclasses.replace(HEADER, model={"name": "other"})).path
+    differences = r"cannot be mixed \(model.layers: 30 is not None; model.name: 'toy' is not 'other'\)"
+    with pytest.raises(MismatchError, match=differences):
+        merge_samples([read_samples(path), read_samples(other)])
+    assert merge_samples([read_samples(path), read_samples(path)]).data_hash() == read_samples(path).data_hash()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no complete header"),
+        ("{}\n", "does not begin with an aspire-samples header"),
+        ('{"schema": "aspire-samples", "version": 99}\n', "has version 99, this release reads 1"),
+        ('{"schema": "aspire-samples", "version": 1}\n', "lacks hardware, model, settings"),
+        (json.dumps(HEADER.to_json()) + '\n{"key": 3}\n', "line 2 is not a sample"),
+        (json.dumps(HEADER.to_json()) + "\nnonsense\n", "line 2 is not a sample"),
+    ],
+)
+def test_broken_files_are_named_with_the_line(tmp_path, content, message):
+    broken = tmp_path / "samples.jsonl"
+    broken.write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_samples(broken)
+
+
+def test_missing_file_and_unknown_header_key(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        read_samples(tmp_path / "none.jsonl")
+    with pytest.raises(UsageError, match=r"no key 'hardwear' \(did you mean 'hardware'\?\)"):
+        SamplesHeader.from_json({**HEADER.to_json(), "hardwear": {}})
+
+
+def test_times_that_cannot_be_are_refused(path):
+    bad = sample(ar(9, 100)).to_json() | {"repeats_s": [0.0, 1.0, 1.0]}
+    with open(path, "a") as stream:
+        stream.write(json.dumps(bad) + "\n")
+    with pytest.raises(InputError, match="line 4 .*positive and finite"):
+        read_samples(path)
+
+
+def test_spread():
+    assert relative_spread([1.0]) == 0.0 and relative_spread([1.0, 2.0, 3.0]) == pytest.approx(0.5)
