@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from aspire.fileio import open_atomic
-
-if TYPE_CHECKING:
-    from aspire.rundir import StepLog
-
-_MODES = ("idle", "prefill", "draft", "verify")  # as in aspire.rundir
+from aspire.runlog import MODES, VERIFY, StepLog
 
 
 def write_trace(path: Path, steps: StepLog, request_ids: Sequence[str], max_events: int) -> None:
@@ -47,7 +43,7 @@ def _step_events(steps: StepLog, shown: int) -> list[dict[str, Any]]:
     for step in range(shown):
         rows = steps.rows_of(step)
         count = np.bincount(mode[rows], minlength=4)
-        kinds = [name for name, number in zip(_MODES[1:], count[1:].tolist(), strict=True) if number]
+        kinds = [name for name, number in zip(MODES[1:], count[1:].tolist(), strict=True) if number]
         events.append(
             {
                 "ph": "X",
@@ -58,7 +54,7 @@ def _step_events(steps: StepLog, shown: int) -> list[dict[str, Any]]:
                 "dur": round(float(steps.duration_s[step]) * 1e6, 3),
                 "args": {
                     "step": step,
-                    **dict(zip(_MODES[1:], count[1:].tolist(), strict=True)),
+                    **dict(zip(MODES[1:], count[1:].tolist(), strict=True)),
                     "query_tokens": int(tokens[rows].sum()),
                     "committed": int(committed[rows].sum()),
                 },
@@ -79,7 +75,9 @@ def _slot_events(steps: StepLog, shown: int, request_ids: Sequence[str]) -> list
     step = step[order]
     slot, request, mode, committed, accepted = (a[order] for a in (slot, request, mode, committed, accepted))
     starts = np.ones(last, dtype=bool)
-    starts[1:] = (slot[1:] != slot[:-1]) | (request[1:] != request[:-1]) | (mode[1:] != mode[:-1]) | (mode[1:] == 3)
+    starts[1:] = (
+        (slot[1:] != slot[:-1]) | (request[1:] != request[:-1]) | (mode[1:] != mode[:-1]) | (mode[1:] == VERIFY)
+    )
     starts[1:] |= step[1:] != step[:-1] + 1
     first = np.flatnonzero(starts)
     final = np.append(first[1:], last) - 1
@@ -96,7 +94,7 @@ def _slot_events(steps: StepLog, shown: int, request_ids: Sequence[str]) -> list
                 "ph": "X",
                 "pid": 2,
                 "tid": int(slot[low]),
-                "name": _MODES[mode[low]] + (f" x{length}" if length > 1 else ""),
+                "name": MODES[mode[low]] + (f" x{length}" if length > 1 else ""),
                 "ts": round(float(begin_s[index]) * 1e6, 3),
                 "dur": round(float(end_s[index] - begin_s[index]) * 1e6, 3),
                 "args": {"request": name, "accepted": int(accepted[high]), "committed": int(total[index])},

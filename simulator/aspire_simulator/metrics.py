@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError, check_choice
-from aspire.rundir import DRAFT, PREFILL, VERIFY, RequestTable, Run, StepLog
+from aspire.rundir import Run
+from aspire.runlog import DRAFT, PREFILL, VERIFY, RequestTable, StepLog
 from aspire.scheduler.features import FEATURES
 
 Floats = NDArray[np.float64]

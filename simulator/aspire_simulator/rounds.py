@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import InputError, check_choice
-from aspire.rundir import VERIFY, StepLog, read_run
+from aspire.rundir import read_run
+from aspire.runlog import VERIFY, StepLog
 
 Ints = NDArray[np.int64]
 Singles = NDArray[np.float32]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from aspire.errors import InputError
-from aspire.rundir import REQUEST_COLUMNS
+from aspire.runlog import REQUEST_COLUMNS
 from aspire_simulator.workload import Workload
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens behind one hash id of a Mooncake trace

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aspire.rundir import RequestTable, Run, StepLog
+from aspire.rundir import Run
+from aspire.runlog import RequestTable, StepLog
 from aspire.scheduler.features import FEATURES, StepFeatures
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspire.errors import UsageError
-from aspire.rundir import RequestTable, Run, StepLog
+from aspire.rundir import Run
+from aspire.runlog import RequestTable, StepLog
 from aspire.scheduler.features import FEATURES
 from aspire_simulator.metrics import acceptance, latencies, meets, oracle_gap, parse_goodput, summarize, throughput
 from tests.simulator.helpers import random_run

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspire.errors import InputError
-from aspire.rundir import ROW_COLUMNS, RequestTable, Run, StepLog, directory_atomic, read_run, write_run
+from aspire.rundir import Run, directory_atomic, read_run, write_run
+from aspire.runlog import ROW_COLUMNS, RequestTable, StepLog
 from tests.simulator.helpers import random_run
 
 

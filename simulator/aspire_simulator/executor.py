@@ -1,0 +1,213 @@
+"""Run the engine's own scheduler on a SimPy clock. Events are steps: what a step costs comes from the cost model, what
+becomes of its drafts from the acceptance model.
+
+Two processes: arrivals put requests into the scheduler's queue at their times; the engine loop plans a step, waits as
+long as it takes, and applies its outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import simpy
+
+from aspire.errors import CapacityError, EngineError, InputError, UsageError
+from aspire.rundir import Run
+from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
+from aspire.scheduler import CostModel, Request, Scheduler, SchedulerConfig, StepPlan
+from aspire_simulator.acceptance import AcceptanceModel
+from aspire_simulator.oracle import AnyPolicy, HindsightOracle, OracleSpec
+from aspire_simulator.outcomes import SlotOutcomes
+from aspire_simulator.workload import Workload
+
+Events = Generator[simpy.Event, Any, None]
+Progress = Callable[[int, int, float], None]  # finished requests, all requests, simulated seconds
+
+
+class Simulation:
+    """One simulated run. Common random numbers: the same ``seed`` gives every policy the same outcomes.
+
+    ``noise`` is the standard deviation of the logarithm of a step's time around the prediction. ``max_concurrency``
+    bounds the requests in the engine, waiting ones included; later arrivals are held back and their arrival time is
+    when they were let in, as in vLLM's benchmark.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: AnyPolicy,
+        cost_model: CostModel,
+        acceptance: AcceptanceModel,
+        config: SchedulerConfig,
+        *,
+        seed: int = 0,
+        noise: float = 0.0,
+        max_concurrency: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if not len(workload):
+            raise UsageError(f"workload {workload.name} has no requests")
+        if noise < 0:
+            raise UsageError(f"noise {noise} is negative; give a standard deviation such as 0.02")
+        if max_concurrency is not None and max_concurrency < 1:
+            raise UsageError(f"max_concurrency {max_concurrency} must be at least 1")
+        self.workload = workload
+        self.policy = policy
+        self.log = StepLog()
+        self._cost_model = cost_model
+        self._max_concurrency = max_concurrency
+        self._progress = progress
+        self._noise = noise
+        self._rng = np.random.default_rng([seed, 3])
+        spec = policy.stand_in() if isinstance(policy, OracleSpec) else policy
+        self.scheduler = Scheduler(config, spec, cost_model, on_release=self._released)
+        longest = int(workload.output_tokens.max())
+        self._outcomes = SlotOutcomes(acceptance, seed, config.max_num_seqs, longest)
+        if isinstance(policy, OracleSpec):
+            generated = self.scheduler.slots.generated
+            self.scheduler.policy = HindsightOracle(
+                policy,
+                config.max_num_seqs,
+                lambda slots, drafted: self._outcomes.next_is_right(slots, generated[slots], drafted),
+            )
+        self._requests = [
+            Request(str(index), prompt, output, arrival)
+            for index, (prompt, output, arrival) in enumerate(
+                zip(
+                    workload.prompt_tokens.tolist(),
+                    workload.output_tokens.tolist(),
+                    workload.arrival_s.tolist(),
+                    strict=True,
+                )
+            )
+        ]
+        self._owner = np.full(config.max_num_seqs, -1, dtype=np.int64)  # request number in each slot
+        self._left = np.zeros(config.max_num_seqs, dtype=bool)  # slots that requests left in this step
+        self._done = 0
+        self._all_submitted = False
+        self._config: dict[str, Any] = {
+            "source": "simulator",
+            "scheduler": asdict(config),
+            "policy": policy.to_dict(),
+            "policy_label": policy.label,
+            "workload": {"name": workload.name, "requests": len(workload), **workload.detail},
+            "acceptance": acceptance.to_dict(),
+            "cost_model": cost_model_json(cost_model),
+            "seed": seed,
+            "noise": noise,
+            "max_concurrency": max_concurrency,
+        }
+
+    def run(self) -> Run:
+        """Simulate to the end. Raises `EngineError` when requests wait that the scheduler never runs."""
+        self._env = simpy.Environment()
+        self._wake = self._env.event()
+        self._room = self._env.event()
+        self._env.process(self._arrivals())
+        engine = self._env.process(self._engine())
+        self._env.run(until=engine)
+        return Run(self._config, self._table(), self.log)
+
+    # --- the two processes ----------------------------------------------------------------------------------------
+
+    def _arrivals(self) -> Events:
+        for request in self._requests:
+            if request.arrival_s > self._env.now:
+                yield self._env.timeout(request.arrival_s - self._env.now)
+            while self._max_concurrency is not None and len(self.scheduler.requests) >= self._max_concurrency:
+                self._room = self._env.event()
+                yield self._room
+            request.arrival_s = self._env.now if self._max_concurrency is not None else request.arrival_s
+            try:
+                self.scheduler.add_request(request)
+            except (InputError, CapacityError):
+                self._done += 1
+                continue
+            if not self._wake.triggered:
+                self._wake.succeed()
+        self._all_submitted = True
+        if not self._wake.triggered:
+            self._wake.succeed()
+
+    def _engine(self) -> Events:
+        env, scheduler = self._env, self.scheduler
+        yield env.timeout(0)  # requests that arrive at 0 are in the queue before the first step
+        while True:
+            plan = scheduler.schedule()
+            if plan is None:
+                if self._all_submitted:
+                    if scheduler.has_work:
+                        raise EngineError(f"{scheduler.counts} and yet nothing to run: the scheduler is stuck")
+                    return
+                self._wake = env.event()
+                yield self._wake
+                continue
+            start_s = env.now
+            seconds = self._seconds(plan)
+            yield env.timeout(seconds)
+            self._finish_step(plan, start_s, seconds)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def _seconds(self, plan: StepPlan) -> float:
+        seconds = float(self._cost_model.predict(plan.features))
+        if self._noise:
+            seconds *= float(np.exp(self._rng.normal(-0.5 * self._noise**2, self._noise)))
+        return seconds
+
+    def _finish_step(self, plan: StepPlan, start_s: float, seconds: float) -> None:
+        slots = plan.slots
+        fresh = slots[self._owner[slots] < 0]
+        for slot in fresh.tolist():
+            self._attach(slot)
+        outcome = self._outcomes.of(plan, self.scheduler.slots.generated, seconds)
+        owner = self._owner[slots]
+        self._left[:] = False
+        finished = self.scheduler.update(plan, outcome)
+        log_step(self.log, plan, outcome, owner, start_s, self._left[slots])
+        if finished:
+            self._done += len(finished)
+            if not self._room.triggered:
+                self._room.succeed()
+        if self._progress is not None and (finished or not len(self.log) % 256):
+            self._progress(self._done, len(self._requests), self._env.now)
+
+    def _attach(self, slot: int) -> None:
+        request = self.scheduler.slots.requests[slot]
+        if request is None:
+            raise EngineError(f"slot {slot} is in a step and holds no request")
+        number = int(request.request_id)
+        self._owner[slot] = number
+        self._outcomes.attach(slot, number, request.max_tokens)
+
+    def _released(self, slot: int, request: Request) -> None:
+        self._owner[slot] = -1
+        self._left[slot] = True
+
+    def _table(self) -> RequestTable:
+        table = table_from_log(self.log, len(self._requests))
+        for name in ("arrival_s", "prompt_tokens", "max_tokens", "priority", "preemptions"):
+            getattr(table, name)[:] = [getattr(request, name) for request in self._requests]
+        table.status = [status_of(request) for request in self._requests]
+        return table
+
+
+def cost_model_json(cost_model: CostModel | None) -> dict[str, Any] | None:
+    """The content of the cost model's file, for config.json; None where it has none."""
+    file = getattr(cost_model, "file", None)
+    return None if file is None else dict(file.to_json())
+
+
+def simulate(
+    workload: Workload,
+    policy: AnyPolicy,
+    cost_model: CostModel,
+    acceptance: AcceptanceModel,
+    config: SchedulerConfig,
+    **options: Any,
+) -> Run:
+    """`Simulation` (its options) run to the end."""
+    return Simulation(workload, policy, cost_model, acceptance, config, **options).run()

@@ -1,0 +1,64 @@
+"""What happens to the rows of a simulated step: accepted or not, with which margin. Vectorised over slots."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
+from aspire_simulator.acceptance import AcceptanceModel
+
+Ints = NDArray[np.int64]
+
+
+class SlotOutcomes:
+    """Pre-drawn outcomes of the requests in the slots, and how far each slot's draft is right so far.
+
+    Memory: 16 bytes per slot and output position.
+    """
+
+    def __init__(self, model: AcceptanceModel, seed: int, max_slots: int, max_output_tokens: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._gain = model.gain
+        shape = (max_slots, max_output_tokens + 1)
+        self._difficulty = np.zeros(shape, dtype=np.float32)
+        self._margins = np.zeros((3, *shape), dtype=np.float32)  # accepted, rejected, behind a rejected one
+        self._right = np.zeros(max_slots, dtype=np.int64)  # leading drafts of the slot that are right
+        self._intact = np.ones(max_slots, dtype=bool)  # none of them was wrong
+
+    def attach(self, slot: int, request: int, output_tokens: int) -> None:
+        """Request number ``request`` moves into ``slot`` (again, after a preemption, with the same outcomes)."""
+        drawn = self._model.draw(self._seed, request, output_tokens)
+        self._difficulty[slot, :output_tokens] = drawn.difficulty
+        margins = self._margins[:, slot]
+        margins[0, :output_tokens] = drawn.accepted_margin
+        margins[1, :output_tokens] = drawn.rejected_margin
+        margins[2, :output_tokens] = drawn.wrong_margin
+
+    def next_is_right(self, slots: Ints, generated: Ints, drafted: Ints) -> NDArray[np.bool_]:
+        """[n]: whether one more draft of each slot would be accepted. Hindsight: only the oracle may ask."""
+        intact = self._intact[slots] | (drafted == 0)
+        gain = self._gain[np.minimum(drafted, len(self._gain) - 1)]
+        return np.asarray(intact & (self._difficulty[slots, generated + drafted] < gain))
+
+    def of(self, plan: StepPlan, generated: Ints, seconds: float) -> StepOutcome:
+        """Outcome of ``plan``; ``generated`` [max_slots] are the output tokens each slot has committed."""
+        slots, drafted = plan.slots, plan.drafted
+        draft, verify = plan.modes == Mode.DRAFT, plan.modes == Mode.VERIFY
+        accepted = np.where(verify & (drafted > 0), self._right[slots], 0)
+        committed = np.where(verify, accepted + 1, (plan.samples & ~draft).astype(np.int64))
+        margin = np.full(len(slots), np.nan)
+        rows = np.flatnonzero(draft)
+        if len(rows):
+            at, held = slots[rows], drafted[rows]
+            place = generated[at] + held
+            intact = self._intact[at] | (held == 0)
+            hit = self._difficulty[at, place] < self._gain[np.minimum(held, len(self._gain) - 1)]
+            fate = np.where(intact, np.where(hit, 0, 1), 2)
+            margin[rows] = self._margins[fate, at, place]
+            still = intact & hit
+            self._right[at] = np.where(held == 0, 0, self._right[at]) + still
+            self._intact[at] = still
+        finish = np.zeros(len(slots), dtype=np.int64)
+        return StepOutcome(accepted=accepted, committed=committed, finish=finish, margin=margin, seconds=seconds)

@@ -1,0 +1,201 @@
+"""The executor: conservation, causality, common random numbers, and exact replay of what it recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aspire.errors import UsageError
+from aspire.rundir import Run, read_run, write_run
+from aspire.runlog import DRAFT, VERIFY
+from aspire.scheduler import SchedulerConfig
+from aspire_simulator.acceptance import BetaEffect, ByPosition, Iid, Markov
+from aspire_simulator.executor import Simulation, simulate
+from aspire_simulator.metrics import latencies, summarize
+from aspire_simulator.oracle import parse_policy
+from aspire_simulator.replaying import replay
+from aspire_simulator.validation import ExactOutcomes, validate_run
+from aspire_simulator.workload import Workload, synthetic
+from tests.simulator.helpers import LinearCost
+
+POLICIES = ["autoregressive", "fixed:g=3+window", "staggered:g=4", "fsm", "aspire", "oracle"]
+ACCEPTANCES = [Iid(0.8), ByPosition((0.9, 0.6)), Markov(0.95, 0.5), BetaEffect(6, 2)]
+
+
+def config(**changes: Any) -> SchedulerConfig:
+    base = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1024, num_pages=200, num_layers=4, watermark=0.0
+    )
+    return replace(base, **changes)
+
+
+@st.composite
+def scenarios(draw: Any) -> dict[str, Any]:
+    count = draw(st.integers(1, 14))
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    arrival = np.sort(rng.random(count) * draw(st.sampled_from([0.0, 0.05, 5.0])))
+    pages = draw(st.integers(40, 200))
+    work = Workload("drawn", arrival, rng.integers(1, 400, count), rng.integers(1, 60, count))
+    return {
+        "workload": work,
+        "policy": parse_policy(draw(st.sampled_from(POLICIES))),
+        "acceptance": draw(st.sampled_from(ACCEPTANCES)),
+        "config": config(num_pages=pages, max_num_seqs=draw(st.integers(1, 8))),
+        "seed": draw(st.integers(0, 99)),
+        "noise": draw(st.sampled_from([0.0, 0.05])),
+    }
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios())
+def test_conservation_and_causality(scenario: dict[str, Any]) -> None:
+    simulation = Simulation(cost_model=LinearCost(), **scenario)
+    pages = simulation.scheduler.pages.num_free
+    checks = []
+
+    def check(done: int, total: int, now: float) -> None:
+        counts = simulation.scheduler.counts
+        checks.append(counts.arrived == counts.waiting + counts.running + counts.finished + counts.rejected)
+
+    simulation._progress = check
+    run = simulation.run()
+    work = scenario["workload"]
+    assert all(checks) and simulation.scheduler.pages.num_free == pages
+    assert simulation.scheduler.counts.finished == len(work)
+    # sum(committed) = output length, and the counts of the table are those asked for
+    assert (run.requests.output_tokens == work.output_tokens).all()
+    assert set(run.requests.status) == {"length"}
+    log, table = run.steps, run.requests
+    assert (log.duration_s > 0).all()
+    assert (log.start_s[1:] >= (log.start_s + log.duration_s)[:-1] - 1e-12).all()
+    assert (table.first_scheduled_s >= table.arrival_s).all()
+    assert (table.first_token_s > table.first_scheduled_s).all() and (table.finish_s >= table.first_token_s).all()
+    np.testing.assert_allclose(latencies(table, log).ttft_s, table.first_token_s - table.arrival_s)
+    verify = log.column("mode") == VERIFY
+    assert (log.column("accepted") <= log.column("drafted"))[verify].all()
+    assert (log.column("accepted")[~verify] == 0).all()
+    assert not np.isnan(log.margin[log.column("mode") == DRAFT]).any()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios())
+def test_replay_composes_every_step_again(scenario: dict[str, Any]) -> None:
+    if scenario["policy"].kind == "oracle":
+        return
+    run = Simulation(cost_model=LinearCost(), **scenario).run()
+    report = replay(run, LinearCost())
+    assert report.difference == "" and report.equal_share == 1.0
+
+
+def small_run(policy: str = "aspire", **options: Any) -> Run:
+    work = synthetic(
+        24, "uniform:50:300", "uniform:5:80", request_rate=options.pop("request_rate", float("inf")), seed=1
+    )
+    return simulate(work, parse_policy(policy), LinearCost(), BetaEffect(6, 2), config(), **options)
+
+
+def test_preemption_does_not_move_first_tokens() -> None:
+    # prompts of 100 tokens grow to 300: six of them outgrow 80 pages
+    work = Workload("grow", np.zeros(8), np.full(8, 100), np.full(8, 200))
+    run = simulate(work, parse_policy("fixed:g=4"), LinearCost(), Iid(0.8), config(num_pages=80))
+    assert run.requests.preemptions.sum() > 0
+    assert (run.requests.output_tokens == 200).all()
+    log = run.steps
+    end_s = (log.start_s + log.duration_s)[log.step_of_row()]
+    for request in range(8):
+        rows = (log.column("request") == request) & (log.column("committed") > 0)
+        assert run.requests.first_token_s[request] == end_s[rows][0]
+
+
+def test_outcomes_do_not_depend_on_the_policy() -> None:
+    """Common random numbers: where two policies drafted the same position from intact prefixes, both saw the same
+    fate.
+    """
+    exact = [ExactOutcomes.of(small_run(policy)) for policy in ("fixed:g=3", "staggered:g=6")]
+    runs = [small_run(policy) for policy in ("fixed:g=3", "staggered:g=6")]
+    for one, two in zip(runs, [small_run("fixed:g=3"), small_run("staggered:g=6")], strict=True):
+        assert (one.steps.start_s == two.steps.start_s).all()
+    same = exact[0].accepted == exact[1].accepted
+    assert same.mean() > 0.8  # the rest are positions that one of them never drafted
+
+
+def test_oracle_wastes_nothing_and_bounds_the_others() -> None:
+    work = synthetic(16, 3000, 60, seed=1)
+    limits = config(max_model_len=4096, num_pages=2000)
+    rates = {}
+    for policy in POLICIES:
+        run = simulate(work, parse_policy(policy), LinearCost(base=1e-4, kv=1e-7), BetaEffect(6, 2), limits)
+        summary = summarize(run)
+        rates[policy] = summary["decode_only_throughput"]
+        if policy == "oracle":
+            assert summary["wasted_drafts"] == 0 and summary["acceptance_rate"] == 1.0
+    assert rates["oracle"] == max(rates.values()) > 1.3 * rates["autoregressive"]
+
+
+def test_oracle_does_not_draft_where_drafting_does_not_pay() -> None:
+    work = synthetic(8, 64, 20)
+    flat = LinearCost(base=1e-3, token=1e-6, kv=0.0)  # a draft step costs as much as a verification
+    run = simulate(work, parse_policy("oracle"), flat, Iid(0.95), config())
+    assert not (run.steps.column("mode") == DRAFT).any()
+
+
+def test_arrivals_and_concurrency() -> None:
+    run = small_run(request_rate=50.0)
+    assert (run.requests.first_scheduled_s >= run.requests.arrival_s).all() and run.requests.arrival_s[-1] > 0.1
+    held = small_run(max_concurrency=2)
+    rows = np.diff(held.steps.row_end, prepend=0)
+    assert rows.max() == 2 and len(held.requests) == (held.requests.output_tokens > 0).sum()
+    assert held.requests.arrival_s[-1] > 0
+
+
+def test_noise_keeps_the_mean() -> None:
+    quiet, noisy = small_run("autoregressive"), small_run("autoregressive", noise=0.2)
+    assert len(quiet.steps) == len(noisy.steps)
+    assert noisy.steps.duration_s.sum() == pytest.approx(quiet.steps.duration_s.sum(), rel=0.08)
+
+
+def test_requests_that_never_fit_are_rejected_and_the_rest_finish() -> None:
+    work = Workload("w", np.zeros(3), np.array([10, 5000, 10]), np.array([5, 5, 5]))
+    run = simulate(work, parse_policy("autoregressive"), LinearCost(), Iid(0.9), config())
+    assert run.requests.status == ["length", "rejected", "length"]
+    summary = summarize(run)
+    assert summary["completed"] == 2 and summary["rejected"] == 1
+
+
+def test_options_are_checked() -> None:
+    for bad in ({"noise": -1.0}, {"max_concurrency": 0}):
+        with pytest.raises(UsageError):
+            small_run(**bad)
+
+
+def test_replay_sees_a_drift(tmp_path: Path) -> None:
+    run = small_run()
+    path = write_run(tmp_path / "run", run)
+    again = read_run(path)
+    assert replay(again, LinearCost()).equal_share == 1.0
+    again.config["policy"]["params"] = {"gamma_init": 5}
+    report = replay(again, LinearCost())
+    assert report.equal_share < 1.0 and "recorded" in report.difference
+    again.config["policy"]["kind"] = "oracle"
+    with pytest.raises(UsageError, match="hindsight"):
+        replay(again, LinearCost())
+
+
+@pytest.mark.parametrize("policy", ["autoregressive", "fixed:g=4", "aspire"])
+def test_validate_a_run_against_itself_and_against_a_wrong_cost_model(tmp_path: Path, policy: str) -> None:
+    from aspire_calibration import LoadedCostModel, analytic_model
+
+    model = LoadedCostModel(analytic_model("h200", "smollm2-135m"))
+    work = synthetic(24, "uniform:50:300", "uniform:5:80", request_rate=300.0, seed=1)
+    run = simulate(work, parse_policy(policy), model, BetaEffect(6, 2), config())
+    path = write_run(tmp_path / "run", run)
+    check = validate_run(path)
+    assert check.composition.equal_share == 1.0 and check.passed, check.to_dict()
+    slow = LinearCost(base=1.0)
+    assert not validate_run(path, slow).passed
