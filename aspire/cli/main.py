@@ -17,7 +17,7 @@ import typer.main
 from aspire.errors import AspireError, did_you_mean
 
 # The loop first, in order; then what looks at it.
-COMMANDS = ("calibrate", "simulate", "fit-acceptance", "trace", "doctor")
+COMMANDS = ("calibrate", "simulate", "validate", "fit-acceptance", "sweep", "capacity", "trace", "doctor")
 
 _EPILOG = (
     "The loop: profile -> calibrate -> simulate -> tune -> generate or bench -> validate, report. "
@@ -113,7 +113,7 @@ def _unexpected(error: Exception) -> str:
     name = type(error).__name__
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return f"out of memory ({error}); lower --max-num-seqs, --max-num-batched-tokens or --max-model-len"
-    if isinstance(error, ModuleNotFoundError) and error.name:
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("aspire"):
         missing = error.name.split(".")[0]
         extra = {"optuna": "tune", "ray": "tune", "starlette": "serve", "uvicorn": "serve"}.get(missing, "engine")
         return f"the package {missing} is not installed; install it with: pip install 'aspire-llm[{extra}]'"

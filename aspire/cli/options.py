@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from aspire.errors import InputError, UsageError, check_choice
+from aspire.errors import InputError, UsageError
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of tables.")]
@@ -18,9 +17,6 @@ AllowMismatch = Annotated[
 ]
 OnError = Annotated[str, typer.Option("--on-error", help="What a malformed line of an input file does: fail or skip.")]
 
-_GOODPUT_KEYS = ("ttft", "tpot", "e2el", "itl")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)?")
-
 
 def existing_file(path: Path, what: str, made_by: str) -> Path:
     """``path`` if it is a file; otherwise `InputError` that names the command which makes one."""
@@ -29,19 +25,6 @@ def existing_file(path: Path, what: str, made_by: str) -> Path:
     if not path.is_file():
         raise InputError(f"{what} {path} does not exist; make one with: {made_by}")
     return path
-
-
-def parse_goodput(targets: list[str] | None) -> dict[str, float]:
-    """``["ttft:2s", "tpot:50"]`` -> ``{"ttft": 2000.0, "tpot": 50.0}`` in milliseconds (a plain number is in ms)."""
-    limits: dict[str, float] = {}
-    for target in (part for text in targets or () for part in text.replace(",", " ").split()):
-        key, separator, value = target.partition(":")
-        check_choice("--goodput target", key, _GOODPUT_KEYS)
-        match = _DURATION.fullmatch(value)
-        if not separator or match is None or float(match[1]) <= 0:
-            raise UsageError(f"--goodput '{target}' is not KEY:TIME; write for example --goodput ttft:2s")
-        limits[key] = float(match[1]) * {"ms": 1.0, "s": 1e3, "m": 6e4, None: 1.0}[match[2]]
-    return limits
 
 
 def parse_rate(text: str) -> float:

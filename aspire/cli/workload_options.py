@@ -1,7 +1,9 @@
-"""Options that describe a workload and the limits of a simulated engine, shared by simulate, tune and sweeps."""
+"""The options that describe a what-if, shared by simulate, tune and capacity. They become one `Scenario`."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,107 +13,163 @@ from aspire.cli.options import existing_file, parse_rate
 from aspire.errors import UsageError
 
 if TYPE_CHECKING:
-    from aspire.scheduler import SchedulerConfig
-    from aspire_calibration import LoadedCostModel
-    from aspire_simulator.workload import Workload
+    from aspire_simulator.scenario import Scenario
 
-NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Number of requests.")]
-InputLen = Annotated[str, typer.Option("--input-len", help="Prompt tokens: N, uniform:A:B, lognormal:MEAN:CV.")]
-OutputLen = Annotated[str, typer.Option("--output-len", help="Output tokens, in the same forms.")]
-RequestRate = Annotated[str, typer.Option("--request-rate", help="Requests per second; inf: all at once.")]
-Burstiness = Annotated[float, typer.Option("--burstiness", help="Gamma shape of arrival gaps; 1: Poisson.")]
-Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", help="Requests from a trace: Azure, BurstGPT, Vidur, Mooncake, or a run directory."),
-]
-TimeScale = Annotated[float, typer.Option("--time-scale", help="Multiplies the arrival times of a trace.")]
-LengthScale = Annotated[float, typer.Option("--length-scale", help="Multiplies the lengths of a trace.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first N requests of a trace.")]
-Goodput = Annotated[
-    list[str] | None, typer.Option("--goodput", help="Limits in ms: 'ttft:500 tpot:50'; counts requests that meet all.")
-]
-Acceptance = Annotated[
-    str,
-    typer.Option(
-        "--acceptance",
-        help="iid:RATE, position:R,R,.., markov:A,B, beta:A,B, longbench-like, recorded:RUN_DIR, or acceptance.json.",
-    ),
-]
-MaxNumSeqs = Annotated[int | None, typer.Option("--max-num-seqs", min=1, help="Most requests that run at once.")]
-MaxNumBatchedTokens = Annotated[
-    int | None, typer.Option("--max-num-batched-tokens", min=1, help="Most query tokens of a step.")
-]
-MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", min=2, help="Longest context in tokens.")]
-NumPages = Annotated[int | None, typer.Option("--num-pages", min=2, help="KV pages of 16 tokens.")]
-MaxConcurrency = Annotated[
-    int | None, typer.Option("--max-concurrency", min=1, help="Most requests in the system; later ones wait outside.")
-]
+TimeScale = Annotated[float, typer.Option("--time-scale", help="Multiplies arrival times.")]
+LengthScale = Annotated[float, typer.Option("--length-scale", help="Multiplies lengths.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Only the first N requests.", show_default=False)]
 StrictRange = Annotated[
     bool, typer.Option("--strict-range", help="Predicting outside the profiled ranges is an error, not a warning.")
 ]
 OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="A run directory per policy goes here.")]
-CostModelPath = Annotated[
-    Path, typer.Option("--cost-model", help="cost_model.json, made by aspire calibrate.", show_default=True)
-]
 
 
-def build_workload(
-    *,
-    num_prompts: int,
-    input_len: str,
-    output_len: str,
-    request_rate: str,
-    burstiness: float,
-    seed: int,
-    trace: Path | None,
-    time_scale: float,
-    length_scale: float,
-    limit: int | None,
-) -> Workload:
-    """The workload that the options describe: a trace when one is given, drawn lengths and arrivals otherwise."""
-    from aspire_simulator.traces import load_trace
-    from aspire_simulator.workload import synthetic
+def _options(
+    cost_model: Annotated[
+        str, typer.Option("--cost-model", help="cost_model.json, or analytic:HARDWARE:MODEL for public figures.")
+    ] = "cost_model.json",
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            "--acceptance",
+            help="iid:RATE, position:R,R,.., markov:A,B, beta:A,B, longbench-like, recorded:RUN_DIR, acceptance.json.",
+        ),
+    ] = "iid:0.8",
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Number of requests.")] = 64,
+    input_len: Annotated[
+        str, typer.Option("--input-len", help="Prompt tokens: N, uniform:A:B, lognormal:MEAN:CV, zipf:E:A:B.")
+    ] = "4096",
+    output_len: Annotated[str, typer.Option("--output-len", help="Output tokens, in the same forms.")] = "256",
+    request_rate: Annotated[str, typer.Option("--request-rate", help="Requests per second; inf: all at once.")] = "inf",
+    burstiness: Annotated[
+        float, typer.Option("--burstiness", help="Gamma shape of arrival gaps; 1: Poisson, less: bursty.")
+    ] = 1.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            "--dataset-path",
+            help="Requests of a trace (Azure, BurstGPT, Vidur, Mooncake) or of a run directory.",
+            show_default=False,
+        ),
+    ] = None,
+    time_scale: TimeScale = 1.0,
+    length_scale: LengthScale = 1.0,
+    limit: Limit = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option("--max-num-seqs", min=1, help="Most requests that run at once.", show_default="as profiled"),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-batched-tokens", min=1, help="Most query tokens of a step.", show_default="as profiled"
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option("--max-model-len", min=2, help="Longest context in tokens.", show_default="longest request"),
+    ] = None,
+    num_pages: Annotated[
+        int | None, typer.Option("--num-pages", min=2, help="KV pages of 16 tokens.", show_default="as profiled")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option("--max-concurrency", min=1, help="Most requests in the system at once.", show_default=False),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option("--num-speculative-tokens", min=0, help="Cap on the draft length.", show_default="the policy's"),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option("--goodput", help="Limits in ms, 'ttft:500 tpot:50'; counts requests that meet all."),
+    ] = None,
+    noise: Annotated[float, typer.Option("--noise", min=0.0, help="Spread of step times around the prediction.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")] = 0,
+) -> Scenario:
+    from aspire_simulator.metrics import parse_goodput
+    from aspire_simulator.scenario import Scenario
 
-    if trace is not None:
-        return load_trace(trace, time_scale=time_scale, length_scale=length_scale, limit=limit)
-    if (time_scale, length_scale, limit) != (1.0, 1.0, None):
-        raise UsageError("--time-scale, --length-scale and --limit belong to --trace; give one, or leave them out")
-    return synthetic(
-        num_prompts, input_len, output_len, request_rate=parse_rate(request_rate), burstiness=burstiness, seed=seed
-    )
-
-
-def open_cost_model(path: Path, *, strict_range: bool, warn: Any) -> LoadedCostModel:
-    """The cost model file ``path``; names the command that makes one when it is missing."""
-    from aspire_calibration import load_cost_model
-
-    return load_cost_model(existing_file(path, "cost model", "aspire calibrate"), strict_range=strict_range, warn=warn)
-
-
-def scheduler_config(
-    cost_model: LoadedCostModel,
-    workload: Workload,
-    *,
-    max_num_seqs: int | None,
-    max_num_batched_tokens: int | None,
-    max_model_len: int | None,
-    num_pages: int | None,
-) -> SchedulerConfig:
-    """Limits of the simulated engine: as given, else the cost model's own, else what the work needs."""
-    from aspire.scheduler import PAGE_TOKENS, SchedulerConfig
-
-    file = cost_model.file
-    settings = file.settings
-    longest = int((workload.prompt_tokens + workload.output_tokens).max())
-    seqs = max_num_seqs or int(settings.get("max_num_seqs") or 256)
-    length = max_model_len or int(settings.get("max_model_len") or longest)
-    batched = max_num_batched_tokens or int(settings.get("max_num_batched_tokens") or max(8192, seqs))
-    pages = num_pages or file.num_pages or seqs * -(-length // PAGE_TOKENS) + 1
-    return SchedulerConfig(
+    settings = cost_model_settings(cost_model)
+    seqs = max_num_seqs or settings.get("max_num_seqs") or 128
+    batched = max_num_batched_tokens or max(settings.get("max_num_batched_tokens") or 8192, seqs)
+    if batched < seqs:
+        raise UsageError(
+            f"--max-num-batched-tokens {batched} is below --max-num-seqs {seqs}: "
+            "a decode step could not hold every request; raise the one or lower the other"
+        )
+    if goodput:
+        parse_goodput(goodput)
+    return Scenario(
+        cost_model=cost_model,
+        acceptance=acceptance,
+        dataset_path=str(trace) if trace else None,
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        request_rate=parse_rate(request_rate),
+        burstiness=burstiness,
+        time_scale=time_scale,
+        length_scale=length_scale,
+        limit=limit,
+        num_speculative_tokens=num_speculative_tokens,
         max_num_seqs=seqs,
-        max_num_batched_tokens=max(batched, seqs) if max_num_batched_tokens is None else batched,
-        max_model_len=length,
-        num_pages=pages,
-        num_layers=int(file.model.get("layers") or 1),
-        graph_buckets=tuple(file.graph_buckets),
+        max_num_batched_tokens=batched,
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        max_concurrency=max_concurrency,
+        goodput=" ".join(goodput or ()),
+        noise=noise,
+        seed=seed,
     )
+
+
+def cost_model_settings(cost_model: str) -> dict[str, Any]:
+    """Settings under which a cost model was measured; names the command that makes one when it is missing."""
+    if cost_model.startswith("analytic:"):
+        return {}
+    from aspire_calibration import CostModelFile
+
+    return CostModelFile.load(existing_file(Path(cost_model), "cost model", "aspire calibrate")).settings
+
+
+def scenario_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every option of a what-if; ``function`` receives them as one `Scenario`, its first argument."""
+    later = {"Scenario": Any}  # imported only when a command runs
+    shared = list(inspect.signature(_options, locals=later, eval_str=True).parameters.values())
+    own = list(inspect.signature(function, locals=later, eval_str=True).parameters.values())[1:]
+    names = {parameter.name for parameter in shared}
+
+    def command(**given: Any) -> None:
+        scenario = _options(**{name: value for name, value in given.items() if name in names})
+        function(scenario, **{name: value for name, value in given.items() if name not in names})
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*shared, *own]]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    return command
+
+
+class RangeWatch:
+    """Warns of predictions outside the profiled ranges, once per feature, or makes them an error."""
+
+    def __init__(self, scenario: Scenario, *, strict: bool) -> None:
+        self._model = scenario.load_cost_model()
+        self._model.strict_range = strict
+        self._before = dict(self._model.extrapolated)
+
+    def extrapolated(self) -> dict[str, int]:
+        """Feature -> steps predicted beyond its range since the start."""
+        counts = {name: count - self._before.get(name, 0) for name, count in self._model.extrapolated.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def warnings(self) -> list[str]:
+        """A line per feature that left its range."""
+        ranges = self._model.file.ranges
+        return [
+            f"cost model: {name} left its fitted range {ranges[name][0]:g}..{ranges[name][1]:g} in {count} steps; "
+            "profile with larger limits for a figure one can trust"
+            for name, count in self.extrapolated().items()
+        ]

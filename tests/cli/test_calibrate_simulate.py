@@ -107,7 +107,7 @@ def test_simulate_writes_a_run_per_policy(cost_model: Path, tmp_path: Path) -> N
         one = read_run(folder / name)
         assert one.summary["completed"] == 12 and one.summary["total_output_tokens"] == 12 * 40
         assert one.summary["goodput_share"] == 1.0
-        assert one.meta["command"] and one.config["cost_model"] == str(cost_model)
+        assert one.meta["command"] and one.config["cost_model"]["kind"] == "measured"
         assert name.split("-", 1)[1].split("_")[0] in done.out
     again = run(*arguments, "--json", "--quiet")
     assert again.code == 0 and again.err == ""
@@ -128,9 +128,9 @@ def test_simulate_writes_a_run_per_policy(cost_model: Path, tmp_path: Path) -> N
         (["--burstiness", "-1"], 2, ["burstiness"]),
         (["--goodput", "tttft:1"], 2, ["did you mean 'ttft'?"]),
         (["--trace", "none.csv"], 1, ["does not exist"]),
-        (["--time-scale", "2"], 2, ["--trace"]),
+        (["--time-scale", "0"], 2, ["time_scale 0"]),
         (["--max-num-seq", "4"], 2, ["did you mean '--max-num-seqs'?"]),
-        (["--max-num-batched-tokens", "4"], 2, ["max_num_batched_tokens 4"]),
+        (["--max-num-batched-tokens", "4"], 2, ["--max-num-batched-tokens 4"]),
         (["--strict-range", "--input-len", "30000", "--max-model-len", "40000"], 1, ["outside the fitted range"]),
     ],
 )
@@ -196,3 +196,56 @@ def test_trace_statistics_and_replay(cost_model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "acceptance.json").is_file() and json.loads(fitted.out)["best"]
     trace.write_text("a,b\n1,2\n", encoding="utf-8")
     assert_one_error(run("trace", trace), 1, "line 1", "is no trace")
+
+
+def test_validate_accepts_a_simulated_run_and_notices_a_wrong_cost_model(cost_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    options = ["--num-prompts", 6, "--input-len", "1000", "--output-len", "30", "--policy", "fixed:g=2", "-o", folder]
+    assert run("simulate", "--cost-model", cost_model, *options).code == 0
+    (one,) = folder.iterdir()
+    done = run("validate", one, "--strict", "--json", "-o", tmp_path / "v.json")
+    assert done.code == 0, done.err + done.out
+    report = json.loads(done.out)
+    assert report["passed"] and report["runs"][0]["steps_equal_share"] == 1.0
+    assert report["runs"][0]["step_times"]["run_error"] < 1e-9
+    assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8")) == report
+    other = tmp_path / "h200.json"
+    assert run("calibrate", "--analytic", "h200", "-o", other).code == 0
+    done = run("validate", one, "--cost-model", other, "--strict")
+    assert done.code == 1 and "WARN" in done.out
+    assert run("validate", one, "--cost-model", other).code == 0
+
+
+def test_validate_bad_input(tmp_path: Path) -> None:
+    assert_one_error(run("validate", tmp_path / "none"), 1, "run directory", "does not exist")
+    assert_one_error(run("validate", tmp_path), 1, "config.json")
+    assert_one_error(run("validate"), 2, "missing argument")
+
+
+def test_sweep_writes_cells_resumes_and_names_failures(cost_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    base = {"cost_model": str(cost_model), "num_prompts": 4, "output_len": 20, "max_num_seqs": 4, "num_pages": 500}
+    grid = {"policy": ["autoregressive", "fixed:g=3"], "input_len": [500, 1000]}
+    file.write_text(json.dumps({"base": base, "grid": grid}), encoding="utf-8")
+    assert "4 cells" in run("sweep", file, "--dry-run").out
+    done = run("sweep", file, "-o", tmp_path / "out", "--json")
+    assert done.code == 0, done.err
+    assert len(json.loads(done.out)["cells"]) == 4
+    assert (tmp_path / "out" / "sweep.csv").is_file()
+    assert_one_error(run("sweep", file, "-o", tmp_path / "out", "-q"), 2, "--resume")
+    assert run("sweep", file, "-o", tmp_path / "out", "--resume").code == 0
+    file.write_text(json.dumps({"base": base, "grid": {"polici": ["fixed"]}}), encoding="utf-8")
+    assert_one_error(run("sweep", file), 2, "did you mean 'policy'?")
+    file.write_text(json.dumps({"base": base, "grid": {"input_len": [500, -5]}}), encoding="utf-8")
+    failed = run("sweep", file, "-o", tmp_path / "failed")
+    assert failed.code == 1 and "length distribution" in failed.out
+
+
+def test_capacity_finds_a_rate_and_needs_limits(cost_model: Path, tmp_path: Path) -> None:
+    options = ["--num-prompts", 40, "--input-len", "300", "--output-len", "20", "--policy", "fixed:g=2"]
+    limits = ["--goodput", "ttft:40 tpot:40", "--tolerance", 0.3, "-o", tmp_path / "c.json"]
+    done = run("capacity", "--cost-model", cost_model, *options, *limits, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert 0 < found["request_rate"] < 1e3 and len(found["probes"]) >= 2
+    assert_one_error(run("capacity", "--cost-model", cost_model, "-q"), 2, "--goodput")

@@ -8,7 +8,7 @@ import pytest
 
 from aspire.cli import console as console_module
 from aspire.cli.console import Console, cell, duration, plain
-from aspire.cli.options import parse_goodput, parse_ints, parse_rate
+from aspire.cli.options import parse_ints, parse_rate
 from aspire.errors import UsageError
 
 
@@ -74,14 +74,6 @@ def test_cells_and_durations() -> None:
     ]
     assert [duration(s) for s in (5, 75, 3700)] == ["5s", "1m15s", "1h01m"]
     assert plain({"a": float("inf"), 1: [2]}) == {"a": None, "1": [2]}
-
-
-def test_goodput_targets() -> None:
-    assert parse_goodput(["ttft:2s tpot:50", "e2el:1m"]) == {"ttft": 2000.0, "tpot": 50.0, "e2el": 60000.0}
-    assert parse_goodput(None) == {}
-    for bad in ("ttft", "ttft:-1", "ttft:fast", "tttft:1"):
-        with pytest.raises(UsageError, match="goodput"):
-            parse_goodput([bad])
 
 
 def test_rates_and_lists() -> None:
