@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aspire_kernels import counters
+from aspire_kernels._triton import cdiv, next_power_of_2, tl, triton
+
 
 def accept_reference(
     draft: Tensor,  # [rows, width] int32 drafted tokens
@@ -25,3 +28,57 @@ def accept_reference(
     place = torch.arange(width + 1, device=draft.device)
     committed = torch.where(place[None, :] < taken[:, None], target, torch.full_like(target, -1))
     return accepted.to(torch.int32), committed, (computed + taken).to(torch.int32)
+
+
+@triton.jit
+def _accept_kernel(
+    draft, drafted, target, computed, live, accepted_out, committed_out, computed_out, rows, width,
+    HAS_LIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    real = row < rows
+    place = tl.arange(0, BLOCK_W)
+    count = tl.load(drafted + row, mask=real, other=0)
+    inside = real[:, None] & (place < width)[None, :]
+    guess = tl.load(draft + row[:, None] * width + place[None, :], mask=inside, other=-1)
+    answers = real[:, None] & (place <= width)[None, :]
+    truth = tl.load(target + row[:, None] * (width + 1) + place[None, :], mask=answers, other=-1)
+    equal = (guess == truth) & (place[None, :] < count[:, None]) & (place < width)[None, :]
+    accepted = tl.min(tl.where(equal, BLOCK_W, place[None, :] + tl.zeros_like(guess)), 1)
+    taken = accepted + 1
+    if HAS_LIVE:
+        alive = tl.load(live + row, mask=real, other=0) > 0
+        accepted = tl.where(alive, accepted, 0)
+        taken = tl.where(alive, taken, 0)
+    tl.store(accepted_out + row, accepted, mask=real)
+    committed = tl.where(place[None, :] < taken[:, None], truth, -1)
+    tl.store(committed_out + row[:, None] * (width + 1) + place[None, :], committed, mask=answers)
+    tl.store(computed_out + row, tl.load(computed + row, mask=real, other=0) + taken, mask=real)
+
+
+def accept(
+    draft: Tensor, drafted: Tensor, target: Tensor, computed: Tensor, live: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel form of `accept_reference`; all inputs int32 and contiguous."""
+    rows, width = draft.shape
+    accepted, new_computed = torch.empty_like(computed), torch.empty_like(computed)
+    committed = torch.empty_like(target)
+    block_r = 16
+    _accept_kernel[(cdiv(rows, block_r),)](
+        draft,
+        drafted,
+        target,
+        computed,
+        computed if live is None else live,
+        accepted,
+        committed,
+        new_computed,
+        rows,
+        width,
+        HAS_LIVE=live is not None,
+        BLOCK_R=block_r,
+        BLOCK_W=next_power_of_2(width + 1),
+        num_warps=1,
+    )
+    counters.count("accept.triton")
+    return accepted, committed, new_computed

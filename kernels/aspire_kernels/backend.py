@@ -10,7 +10,8 @@ import torch
 
 from aspire.errors import UsageError, check_choice
 from aspire_kernels import accept, activation, norm, rope, sample, select
-from aspire_kernels.attention import reference
+from aspire_kernels._triton import HAS_TRITON, INTERPRETED
+from aspire_kernels.attention import paged, reference
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,34 @@ REFERENCE = Backend(
 )
 
 
+TRITON = Backend(
+    name="triton",
+    paged_attention=paged.paged_attention,
+    prepare=paged.prepare,
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    rope_and_kv_write=rope.rope_and_kv_write,
+    silu_mul=activation.silu_mul,
+    select_pages=select.select_pages,
+    sample=sample.sample,
+    accept=accept.accept,
+)
+
+
 def get_backend(name: str = "auto", device: torch.device | str | None = None) -> Backend:
     """Back end ``reference``, ``triton`` or ``auto`` (triton on a CUDA device, else reference).
 
-    Raises `UsageError` for another name, or for ``triton`` where Triton is not installed.
+    Without a GPU, ``triton`` runs in Triton's interpreter: right but slow, for tests. Raises `UsageError` for another
+    name, or for ``triton`` where Triton is not installed.
     """
     check_choice("attention back end", name, ("auto", "reference", "triton"))
     if name == "auto":
         on_cuda = torch.device(device).type == "cuda" if device is not None else torch.cuda.is_available()
-        name = "triton" if on_cuda else "reference"
+        name = "triton" if on_cuda and HAS_TRITON else "reference"
     if name == "reference":
         return REFERENCE
-    raise UsageError("attention back end 'triton' needs the package triton and a CUDA GPU; use 'reference'")
+    if not HAS_TRITON:
+        raise UsageError("attention back end 'triton' needs the package triton; install it or use 'reference'")
+    if not torch.cuda.is_available() and not INTERPRETED:
+        raise UsageError("attention back end 'triton' needs a CUDA GPU; use 'reference' (or set TRITON_INTERPRET=1)")
+    return TRITON

@@ -12,7 +12,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from aspire_kernels.noise import gumbel_reference
+from aspire_kernels import counters
+from aspire_kernels._triton import cdiv, next_power_of_2
+from aspire_kernels.noise import gumbel_of_words, gumbel_reference, philox_at_reference
+from aspire_kernels.sample_kernel import finish_kernel, scan_kernel
 
 
 @dataclass
@@ -78,19 +81,107 @@ def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     return kept.masked_fill_(kept < best + floor[:, None], float("-inf"))
 
 
+def _sample_few(scaled: Tensor, params: SamplingRows, width: int) -> tuple[Tensor, Tensor]:
+    """Token and margin of rows whose top-k is at most ``width``: filter and noise on the ``width`` best tokens only."""
+    value, index = scaled.topk(width, dim=1)
+    kept = filter_reference(value, params.top_k, params.top_p, params.min_p)
+    noise = gumbel_of_words(philox_at_reference(params.seed, params.position, index))
+    score = kept + noise
+    best = score.topk(2, dim=1).values
+    token = torch.where(score == best[:, :1], index, scaled.shape[1]).amin(dim=1)
+    return token, best[:, 0] - best[:, 1]
+
+
+def _sample_all(scaled: Tensor, params: SamplingRows, noisy: bool) -> tuple[Tensor, Tensor]:
+    """Token and margin over the whole vocabulary."""
+    score = scaled
+    if noisy:
+        score = filter_reference(scaled, params.top_k, params.top_p, params.min_p)
+        score = score + gumbel_reference(params.seed, params.position, scaled.shape[1])
+    if scaled.shape[1] == 1:
+        return torch.zeros_like(score[:, 0], dtype=torch.long), torch.full_like(score[:, 0], float("inf"))
+    best = score.topk(2, dim=1).values
+    # equal scores: the smaller token id, as the kernel decides
+    token = (score == best[:, :1]).to(torch.int8).argmax(dim=1)
+    return token, best[:, 0] - best[:, 1]
+
+
+_FEW = 256
+"""Rows with a top-k of at most half of this look at this many best tokens (ties of the k-th included) and no others."""
+
+
 def sample_reference(logits: Tensor, params: SamplingRows) -> Sampled:
     """Sample one token per row of ``logits [rows, vocab]`` (any float type; -inf = banned). Rows do not influence each
     other."""
     raw = logits.float()
     hot = params.temperature > 0
-    scaled = raw / torch.where(hot, params.temperature, 1.0)[:, None]
-    if bool(hot.any()):
-        filtered = filter_reference(scaled, params.top_k, params.top_p, params.min_p)
-        noise = gumbel_reference(params.seed, params.position, raw.shape[1])
-        scaled = torch.where(hot[:, None], filtered + noise, scaled)
-    best = scaled.topk(min(2, scaled.shape[1]), dim=1)
-    # equal scores: the smaller token id, as the kernel decides
-    token = (scaled == best.values[:, :1]).to(torch.int8).argmax(dim=1)
+    inverse = torch.where(hot, 1.0 / params.temperature.clamp(min=1e-30), 1.0)
+    scaled = raw * inverse[:, None]
+    few = hot & (params.top_k > 0) & (params.top_k <= _FEW // 2) & (raw.shape[1] > _FEW)
+    token = torch.zeros(raw.shape[0], dtype=torch.long, device=raw.device)
+    margin = torch.zeros(raw.shape[0], device=raw.device)
+    for rows, kind in ((few, "few"), (hot & ~few, "all"), (~hot, "greedy")):
+        index = rows.nonzero()[:, 0]
+        if index.numel() == 0:
+            continue
+        part = params.at(index)
+        if kind == "few":
+            token[index], margin[index] = _sample_few(scaled[index], part, _FEW)
+        else:
+            token[index], margin[index] = _sample_all(scaled[index], part, kind == "all")
     logprob = raw.gather(1, token[:, None])[:, 0] - raw.logsumexp(dim=1)
-    margin = best.values[:, 0] - best.values[:, 1] if scaled.shape[1] > 1 else torch.full_like(logprob, float("inf"))
+    counters.count("sample.reference")
     return Sampled(token=token.to(torch.int32), margin=margin, logprob=logprob)
+
+
+_SIZES = {"cuda": (4096, 256, 2048, 8192, 16), "interpreter": (512, 64, 256, 512, 4)}
+"""BLOCK, SUB, CAP, SEARCH, HOT of the kernels; small ones let small tests reach every path."""
+
+
+def sample(logits: Tensor, params: SamplingRows) -> Sampled:
+    """Kernel form of `sample_reference`: two launches, no host wait; ``logits`` float32, float16 or bfloat16, last axis
+    contiguous."""
+    rows, vocab = logits.shape
+    block, sub, cap, search, hot = _SIZES["cuda" if logits.device.type == "cuda" else "interpreter"]
+    blocks = cdiv(vocab, block)
+    subs = blocks * (block // sub)
+    device = logits.device
+    stats = torch.empty((rows, blocks, 6), dtype=torch.float32, device=device)
+    sub_max = torch.empty((rows, subs), dtype=torch.float32, device=device)
+    scratch = torch.empty((rows, subs + 2 * cap), dtype=torch.int32, device=device).view(-1)
+    hot_subs, values, tokens = scratch.split([rows * subs, rows * cap, rows * cap])
+    out = Sampled(
+        token=torch.empty(rows, dtype=torch.int32, device=device),
+        margin=torch.empty(rows, dtype=torch.float32, device=device),
+        logprob=torch.empty(rows, dtype=torch.float32, device=device),
+    )
+    filters = (params.seed, params.position, params.temperature, params.top_k, params.top_p, params.min_p)
+    scan_kernel[(rows, blocks)](
+        logits, logits.stride(0), vocab, blocks, *filters, stats, sub_max, BLOCK=block, SUB=sub, num_warps=4
+    )
+    finish_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        vocab,
+        blocks,
+        *filters,
+        stats,
+        sub_max,
+        hot_subs,
+        values.view(torch.float32),
+        tokens,
+        out.token,
+        out.margin,
+        out.logprob,
+        subs,
+        BLOCK=block,
+        SUB=sub,
+        CAP=cap,
+        BLOCKS=max(2, next_power_of_2(blocks)),
+        SUBS=max(2, next_power_of_2(subs)),
+        HOT=hot,
+        SEARCH=search,
+        num_warps=8,
+    )
+    counters.count("sample.triton")
+    return out

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from aspire.errors import UsageError
+from aspire_kernels import counters
+from aspire_kernels._triton import next_power_of_2, tl, triton
 from aspire_kernels.attention.interface import PAGE_SIZE
 
 
@@ -78,3 +80,108 @@ def select_pages_reference(
         score[:, : budget.sinks] = float("inf")
         best = torch.sort(score, dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
         lists[:, slot, :count] = block_table[slot, best]
+
+
+@triton.jit
+def _select_kernel(
+    page_mass,
+    row_slot,
+    kv_len,
+    chosen,
+    block_table,
+    sel_pages,
+    sel_count,
+    tail_page,
+    max_pages,
+    width,
+    stride_mass_layer,
+    stride_mass_row,
+    stride_table,
+    stride_list_layer,
+    stride_list,
+    ratio,
+    min_pages,
+    sinks,
+    recent,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (rows, layers). The n-th largest mass is found bit by bit: the bits of non-negative floats sort as
+    integers."""
+    row = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    tokens = tl.load(kv_len + row)
+    if tl.load(chosen + row) == 0:
+        return
+    if tokens <= 0:
+        return
+    slot = tl.load(row_slot + row).to(tl.int64)
+    pages = (tokens + PAGE - 1) // PAGE
+    tail = tl.maximum(pages - recent, 0)
+    wanted = tl.ceil(ratio * pages.to(tl.float32)).to(tl.int32)
+    budget = tl.minimum(pages, tl.maximum(tl.maximum(min_pages, wanted), recent))
+    count = tl.minimum(tl.minimum(tail, tl.maximum(budget - (pages - tail), 0)), width)
+    if layer == 0:
+        tl.store(tail_page + slot, tail)
+        tl.store(sel_count + slot, count)
+    if count > 0:
+        p = tl.arange(0, BLOCK)
+        mass_at = page_mass + layer * stride_mass_layer + row.to(tl.int64) * stride_mass_row + p
+        mass = tl.load(mass_at, mask=p < tl.minimum(tail, max_pages), other=0.0)
+        key = mass.to(tl.int32, bitcast=True)
+        key = tl.where(p < sinks, 0x7FFFFFFF, key)
+        key = tl.where(p < tail, key, -1)
+        limit = 0
+        for step in range(31):
+            trial = limit | (1 << (30 - step))
+            enough = tl.sum((key >= trial).to(tl.int32), 0) >= count
+            limit = tl.where(enough, trial, limit)
+        above = key > limit
+        equal = key == limit
+        rank = tl.cumsum(equal.to(tl.int32), 0)
+        taken = above | (equal & (rank <= count - tl.sum(above.to(tl.int32), 0)))
+        place = tl.cumsum(taken.to(tl.int32), 0) - 1
+        physical = tl.load(block_table + slot * stride_table + p, mask=taken, other=0)
+        tl.store(sel_pages + layer * stride_list_layer + slot * stride_list + place, physical, mask=taken)
+
+
+def select_pages(
+    page_mass: Tensor,
+    row_slot: Tensor,
+    kv_len: Tensor,
+    chosen: Tensor,
+    block_table: Tensor,
+    sel_pages: Tensor,
+    sel_count: Tensor,
+    tail_page: Tensor,
+    budget: PageBudget,
+) -> None:
+    """Kernel form of `select_pages_reference`: one launch for all layers and rows."""
+    mass = page_mass if page_mass.dim() == 3 else page_mass[None]
+    lists = sel_pages if sel_pages.dim() == 3 else sel_pages[None]
+    block = max(16, next_power_of_2(min(block_table.shape[1], mass.shape[2])))
+    _select_kernel[(row_slot.shape[0], mass.shape[0])](
+        mass,
+        row_slot,
+        kv_len,
+        chosen,
+        block_table,
+        lists,
+        sel_count,
+        tail_page,
+        mass.shape[2],
+        lists.shape[2],
+        mass.stride(0),
+        mass.stride(1),
+        block_table.stride(0),
+        lists.stride(0),
+        lists.stride(1),
+        budget.ratio,
+        budget.min_pages,
+        budget.sinks,
+        budget.recent,
+        PAGE=PAGE_SIZE,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 256)),
+    )
+    counters.count("select.triton")

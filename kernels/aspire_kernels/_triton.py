@@ -1,0 +1,58 @@
+"""Triton, or stand-ins that let the kernel modules be imported where it is not installed (the reference needs none of
+it).
+
+On a machine without a CUDA GPU kernels can only run in Triton's interpreter, so it is switched on there (before the
+kernels are defined, which is when Triton reads the switch); ``TRITON_INTERPRET=0`` keeps it off, e.g. to compile
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+
+    class _Absent:
+        """Stands for the modules ``triton`` and ``triton.language``: decorators do nothing, anything else is absent."""
+
+        constexpr = object
+
+        @staticmethod
+        def jit(function: Any = None, **_options: Any) -> Any:
+            """Return the function unchanged; nothing can launch it."""
+            return function if function is not None else lambda f: f
+
+    triton = tl = _Absent  # type: ignore[assignment,misc]
+    HAS_TRITON = False
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Whether kernels run in the interpreter (on CPU tensors)."""
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least ``n`` (1 for ``n`` <= 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """``ceil(a / b)`` of integers."""
+    return -(-a // b)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 4 elsewhere (the interpreter runs programs one by one)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+__all__ = ["HAS_TRITON", "INTERPRETED", "cdiv", "multiprocessors", "next_power_of_2", "tl", "triton"]

@@ -1,0 +1,207 @@
+"""Work lists of a forward's attention, computed on the device: no host wait, fixed launch shapes, true lengths at
+replay.
+
+Rows fall into three classes, each with its own launch and tile: *sparse* (draft rows), *verify* (full rows of few query
+tokens: decode and verification) and *prefill*. A *job* is one query tile of a row; its work is counted in KV tiles of
+BLOCK_N tokens, for each KV head. All units ``(job, kv head, tile)`` of a class form one line, which is cut into equal
+shares, one per program, wherever the cuts fall. So few long rows and many short ragged ones fill the chip alike. A
+program that gets part of an item writes a partial result; the combine kernel merges the parts of every cut item.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aspire_kernels._triton import cdiv, next_power_of_2, tl, triton
+from aspire_kernels.attention.interface import PAGE_SIZE, AttentionBatch
+from aspire_kernels.attention.tuning import SPARSE, VERIFY, Tile
+
+DESC = 8
+"""Integers of a job's descriptor: slot, first query token, query tokens, KV tokens, selected pages, tail page, query
+tile, row."""
+
+
+@triton.jit
+def plan_kernel(
+    row_slot,
+    q_start,
+    q_len,
+    kv_len,
+    sparse,
+    sel_count,
+    tail_page,
+    header,  # [4]: jobs, share, units, -
+    desc,  # [jobs, DESC]
+    first_tile,  # [jobs + 1] tiles before each job (of one KV head)
+    prog,  # [programs, 4]: job, kv head, tile of each program's first unit
+    rows,
+    max_verify_q,
+    programs,
+    min_share,
+    KIND: tl.constexpr,
+    SPLIT: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+):
+    """One program: list the live jobs of one class, then cut their units into shares."""
+    jobs = 0
+    tiles_before = 0
+    for j0 in range(0, rows * QUERY_TILES, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)
+        row = j // QUERY_TILES
+        query_tile = j % QUERY_TILES
+        inside = row < rows
+        length = tl.load(q_len + row, mask=inside, other=0)
+        is_sparse = tl.load(sparse + row, mask=inside, other=0)
+        tokens = tl.load(kv_len + row, mask=inside, other=0)
+        slot = tl.load(row_slot + row, mask=inside, other=0)
+        start = tl.load(q_start + row, mask=inside, other=0)
+        if KIND == 0:
+            mine = (length > 0) & (is_sparse != 0)
+            count = tl.load(sel_count + slot, mask=mine, other=0)
+            tail = tl.load(tail_page + slot, mask=mine, other=0)
+            tokens = (count - tail) * PAGE + tokens
+            visible = tokens
+        else:
+            mine = (length > 0) & (is_sparse == 0)
+            mine = mine & (length <= max_verify_q) if KIND == 1 else mine & (length > max_verify_q)
+            mine = mine & (query_tile * BLOCK_M < length * GROUP)
+            count = tl.zeros_like(length)
+            tail = tl.zeros_like(length)
+            # the newest query token of this tile decides how far it reads
+            last = tl.minimum(length, ((query_tile + 1) * BLOCK_M - 1) // GROUP + 1)
+            visible = tokens - length + last
+        tiles = tl.where(mine, (visible + BLOCK_N - 1) // BLOCK_N, 0)
+        live = mine.to(tl.int32)
+        place = jobs + tl.cumsum(live, 0) - 1
+        before = tiles_before + tl.cumsum(tiles, 0) - tiles
+        tl.store(first_tile + place, before, mask=mine)
+        tl.store(desc + place * 8 + 0, slot, mask=mine)
+        tl.store(desc + place * 8 + 1, start, mask=mine)
+        tl.store(desc + place * 8 + 2, length, mask=mine)
+        tl.store(desc + place * 8 + 3, tokens, mask=mine)
+        tl.store(desc + place * 8 + 4, count, mask=mine)
+        tl.store(desc + place * 8 + 5, tail, mask=mine)
+        tl.store(desc + place * 8 + 6, query_tile, mask=mine)
+        tl.store(desc + place * 8 + 7, row, mask=mine)
+        jobs += tl.sum(live, 0)
+        tiles_before += tl.sum(tiles, 0)
+    tl.store(first_tile + jobs, tiles_before)
+    units = tiles_before * KV_HEADS
+    share = tl.maximum((units + programs - 1) // programs, min_share)
+    tl.store(header + 0, jobs)
+    tl.store(header + 1, share)
+    tl.store(header + 2, units)
+    if SPLIT:
+        tl.debug_barrier()  # first_tile was written by other threads of this program
+        for g0 in range(0, programs, BLOCK_G):
+            g = g0 + tl.arange(0, BLOCK_G)
+            unit = g * share
+            busy = (g < programs) & (unit < units)
+            low = tl.zeros([BLOCK_G], tl.int32)
+            high = tl.zeros([BLOCK_G], tl.int32) + tl.maximum(jobs - 1, 0)
+            for _ in range(SEARCH_STEPS):
+                middle = (low + high + 1) // 2
+                reached = tl.load(first_tile + middle, mask=busy, other=0) * KV_HEADS <= unit
+                low = tl.where(reached, middle, low)
+                high = tl.where(reached, high, middle - 1)
+            begin = tl.load(first_tile + low, mask=busy, other=0)
+            tiles = tl.maximum(tl.load(first_tile + low + 1, mask=busy, other=1) - begin, 1)
+            offset = unit - begin * KV_HEADS
+            tl.store(prog + g * 4 + 0, low, mask=busy)
+            tl.store(prog + g * 4 + 1, offset // tiles, mask=busy)
+            tl.store(prog + g * 4 + 2, offset % tiles, mask=busy)
+
+
+@dataclass
+class ClassPlan:
+    """Work list of one class of rows and the launch that fits it."""
+
+    kind: int
+    tile: Tile
+    block_m: int
+    split: bool  # items may be cut; else one program per item and no combine
+    programs: int  # grid of the attention kernel
+    header: Tensor  # [4] int32
+    desc: Tensor  # [jobs + 1, DESC] int32
+    first_tile: Tensor  # [jobs + 1] int32
+    prog: Tensor  # [programs, 4] int32
+
+
+def query_block(max_queries: int, group: int, limit: int) -> int:
+    """BLOCK_M for rows of up to ``max_queries`` query tokens: a power of two from 16 (the smallest matrix tile) to
+    ``limit``."""
+    return min(limit, max(16, next_power_of_2(max_queries * group)))
+
+
+def make_plan(
+    batch: AttentionBatch, kind: int, tile: Tile, *, group: int, kv_heads: int, multiprocessors: int, max_queries: int
+) -> ClassPlan:
+    """Allocate and compute the work list of class ``kind`` (one launch). ``max_queries`` bounds its query tokens per
+    row."""
+    rows, device = batch.rows, batch.row_slot.device
+    query_tiles = cdiv(max_queries * group, tile.block_m)
+    job_bound = rows * query_tiles
+    programs = max(1, multiprocessors * tile.per_sm) if tile.split else job_bound * kv_heads
+    sizes = (4, (job_bound + 1) * DESC, job_bound + 1, programs * 4 if tile.split else 4)
+    offsets = [sum(cdiv(s, 4) * 4 for s in sizes[:i]) for i in range(5)]
+    memory = torch.empty(offsets[4], dtype=torch.int32, device=device)
+    parts = [memory[offsets[i] : offsets[i] + sizes[i]] for i in range(4)]
+    plan = ClassPlan(
+        kind=kind,
+        tile=tile,
+        block_m=tile.block_m,
+        split=tile.split,
+        programs=programs,
+        header=parts[0],
+        desc=parts[1].view(-1, DESC),
+        first_tile=parts[2],
+        prog=parts[3].view(-1, 4),
+    )
+    plan_kernel[(1,)](
+        batch.row_slot,
+        batch.q_start,
+        batch.q_len,
+        batch.kv_len,
+        batch.sparse,
+        batch.sel_count,
+        batch.tail_page,
+        plan.header,
+        plan.desc,
+        plan.first_tile,
+        plan.prog,
+        rows,
+        int(batch.max_verify_q or 0),
+        programs,
+        max(1, tile.min_share),
+        KIND=kind,
+        SPLIT=tile.split,
+        QUERY_TILES=query_tiles,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        PAGE=PAGE_SIZE,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_J=min(1024, max(16, next_power_of_2(job_bound))),
+        BLOCK_G=min(1024, max(16, next_power_of_2(programs))) if tile.split else 16,
+        SEARCH_STEPS=max(1, job_bound.bit_length()),
+        num_warps=8 if job_bound > 256 else 4,
+    )
+    return plan
+
+
+def class_queries(batch: AttentionBatch, kind: int) -> int:
+    """Bound of the query tokens per row of class ``kind``."""
+    if kind == SPARSE:
+        return 1
+    return int(batch.max_verify_q or 1) if kind == VERIFY else batch.max_q_len

@@ -1,0 +1,306 @@
+"""The attention kernel: each program walks its share of ``(job, kv head, KV tile)`` units and keeps a running softmax.
+
+Bytes: K and V of every unit once, ``2 * BLOCK_N * head_dim`` elements a unit, whatever the number of query rows. All
+query rows that share the KV head (query tokens x group heads) form one matrix operand of BLOCK_M rows.
+Softmax runs in base 2: scores are multiplied by ``scale * log2(e)`` inside the exponential's fused multiply-add.
+"""
+
+from __future__ import annotations
+
+from aspire_kernels._triton import tl, triton
+
+
+@triton.jit
+def _page_of(place, pages, table, list_, sel_count, tail, SPARSE: tl.constexpr):
+    """Physical pages at the places ``place`` of the reading order; 0 past ``pages`` (never read from)."""
+    if SPARSE:
+        listed = place < sel_count
+        chosen = tl.load(list_ + place, mask=listed, other=0)
+        tail_page = tl.load(table + (tail - sel_count) + place, mask=(place >= sel_count) & (place < pages), other=0)
+        return chosen + tail_page
+    return tl.load(table + place, mask=place < pages, other=0)
+
+
+@triton.jit
+def _walk(
+    acc,
+    m_i,
+    l_i,
+    q,
+    k_base,
+    v_base,
+    table,
+    list_,
+    sel_count,
+    tail,
+    limit,  # tokens that exist for this job
+    sees,  # [BLOCK_M] tokens that each query row sees
+    score_out,  # [BLOCK_M] pointers of the page scores' rows
+    score_mask,  # [BLOCK_M]
+    stride_page,
+    scale_log2,
+    t0,
+    t1,
+    SPARSE: tl.constexpr,
+    MASKED: tl.constexpr,
+    MASS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Running softmax over KV tiles t0..t1-1. MASKED: some query row may not see every token of a tile."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    pages = (limit + PAGE - 1) // PAGE
+    place = t0 * (BLOCK_N // PAGE) + offs_n // PAGE
+    in_page = (offs_n % PAGE) * HEAD_DIM
+    page = _page_of(place, pages, table, list_, sel_count, tail, SPARSE)
+    for t in range(t0, t1):
+        n = t * BLOCK_N + offs_n
+        # page ids are fetched one tile ahead, so that no KV load waits for its address
+        row = page.to(tl.int64) * stride_page + in_page
+        place += BLOCK_N // PAGE
+        page = _page_of(place, pages, table, list_, sel_count, tail, SPARSE)
+        there = (n < limit)[:, None] if BLOCK_D == HEAD_DIM else (n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
+        k = tl.load(k_base + row[:, None] + offs_d[None, :], mask=there, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            s = tl.where(n[None, :] < sees[:, None], s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+        p = tl.exp2(s * scale_log2 - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = tl.load(v_base + row[:, None] + offs_d[None, :], mask=there, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m_i = m_new
+        if MASS:
+            sums = tl.sum(tl.reshape(p, (BLOCK_M, BLOCK_N // PAGE, PAGE)), 2)
+            logical = t * (BLOCK_N // PAGE) + tl.arange(0, BLOCK_N // PAGE)
+            stored = score_mask[:, None] & (logical < pages)[None, :]
+            tl.store(score_out[:, None] + logical[None, :], tl.log2(sums) + m_safe[:, None], mask=stored)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,  # [tokens, heads, head_dim]
+    k_ptr,  # [num_pages, kv_heads, page, head_dim]
+    v_ptr,
+    out_ptr,  # [tokens, heads, head_dim]
+    block_table,
+    sel_pages,
+    header,
+    desc,
+    first_tile,
+    prog,
+    part_acc,  # [2 * programs, BLOCK_M, BLOCK_D] float32
+    part_ml,  # [2 * programs, 2, BLOCK_M] float32
+    lse_ptr,  # [tokens, heads] float32 (MASS)
+    score_ptr,  # [rows, 2, heads, score_pages] float32 (MASS)
+    mass_rows,  # [rows, 2] int32 (MASS)
+    score_pages,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    stride_page,
+    stride_table,
+    stride_list,
+    scale_log2,
+    SPARSE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,  # rows may hold more than one query token
+    MASS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,  # mask only the tiles that need it
+):
+    """Grid: programs (SPLIT) or jobs * kv heads."""
+    pid = tl.program_id(0)
+    if SPLIT:
+        share = tl.load(header + 1)
+        remaining = tl.minimum(tl.load(header + 2) - pid * share, share)
+        if remaining <= 0:
+            return
+        job = tl.load(prog + pid * 4)
+        head = tl.load(prog + pid * 4 + 1)
+        tile = tl.load(prog + pid * 4 + 2)
+    else:
+        job = pid // KV_HEADS
+        head = pid % KV_HEADS
+        tile = 0
+        remaining = tl.where(job < tl.load(header), 1, 0)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    while remaining > 0:
+        d = desc + job * 8
+        slot = tl.load(d).to(tl.int64)
+        start = tl.load(d + 1)
+        length = tl.load(d + 2)
+        tokens = tl.load(d + 3)
+        sel_count = tl.load(d + 4)
+        tail = tl.load(d + 5)
+        first_m = tl.load(d + 6) * BLOCK_M
+        query = (first_m + offs_m) // GROUP
+        member = (first_m + offs_m) % GROUP
+        valid = query < length
+        if CAUSAL:
+            last = tl.minimum(length, (first_m + BLOCK_M - 1) // GROUP + 1)
+            limit = tokens - length + last
+            sees = tl.where(valid, tokens - length + 1 + query, limit)
+        else:
+            limit = tokens
+            sees = tl.zeros([BLOCK_M], tl.int32) + limit
+        tiles = (limit + BLOCK_N - 1) // BLOCK_N
+        end = tl.minimum(tiles, tile + remaining) if SPLIT else tiles
+        in_head = head * GROUP + member
+        q_mask = valid[:, None] if HEAD_DIM == BLOCK_D else valid[:, None] & (offs_d < HEAD_DIM)[None, :]
+        q_at = q_ptr + (start + query).to(tl.int64)[:, None] * stride_qt + in_head[:, None] * stride_qh
+        q = tl.load(q_at + offs_d[None, :], mask=q_mask, other=0.0)
+        score_at = score_ptr + in_head.to(tl.int64)
+        score_mask = valid
+        if MASS:
+            row = tl.load(d + 7).to(tl.int64)
+            first_row = tl.load(mass_rows + row * 2)
+            last_row = tl.load(mass_rows + row * 2 + 1)
+            which = tl.where(query == first_row, 0, 1)
+            score_mask = valid & ((query == first_row) | (query == last_row))
+            score_at = score_ptr + ((row * 2 + which) * HEADS + in_head) * score_pages
+        k_base = k_ptr + head * (PAGE * HEAD_DIM)
+        v_base = v_ptr + head * (PAGE * HEAD_DIM)
+        table = block_table + slot * stride_table
+        list_ = sel_pages + slot * stride_list
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        if TWO_LOOPS:
+            # the first query row of the tile sees the fewest tokens
+            whole = tl.maximum(tile, tl.minimum(end, (tokens - length + 1 + first_m // GROUP) // BLOCK_N))
+            acc, m_i, l_i = _walk(
+                acc, m_i, l_i, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at, score_mask,
+                stride_page, scale_log2, tile, whole, SPARSE, False, MASS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE,
+                PRECISION,
+            )  # fmt: skip
+            acc, m_i, l_i = _walk(
+                acc, m_i, l_i, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at, score_mask,
+                stride_page, scale_log2, whole, end, SPARSE, True, MASS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE,
+                PRECISION,
+            )  # fmt: skip
+        else:
+            acc, m_i, l_i = _walk(
+                acc, m_i, l_i, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at, score_mask,
+                stride_page, scale_log2, tile, end, SPARSE, True, MASS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE,
+                PRECISION,
+            )  # fmt: skip
+        entire = True
+        if SPLIT:
+            entire = (tile == 0) & (end == tiles)
+        if entire:
+            out = acc / l_i[:, None]
+            out_at = out_ptr + (start + query).to(tl.int64)[:, None] * stride_ot + in_head[:, None] * stride_oh
+            tl.store(out_at + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
+            if MASS:
+                tl.store(lse_ptr + (start + query) * HEADS + in_head, m_i + tl.log2(l_i), mask=valid)
+        else:
+            # at most two parts a program: of an item begun before it (place 0), of one that goes on after it (place 1)
+            part = 2 * pid.to(tl.int64) + tl.where(tile == 0, 1, 0)
+            at = part_acc + part * (BLOCK_M * BLOCK_D) + offs_m[:, None] * BLOCK_D + offs_d[None, :]
+            tl.store(at, acc, mask=valid[:, None])
+            tl.store(part_ml + part * (2 * BLOCK_M) + offs_m, m_i, mask=valid)
+            tl.store(part_ml + part * (2 * BLOCK_M) + BLOCK_M + offs_m, l_i, mask=valid)
+        if SPLIT:
+            remaining -= end - tile
+            tile = 0
+            head += 1
+            if head == KV_HEADS:
+                head = 0
+                job += 1
+        else:
+            remaining = 0
+
+
+@triton.jit
+def combine_kernel(
+    out_ptr,
+    header,
+    desc,
+    first_tile,
+    prog,
+    part_acc,
+    part_ml,
+    lse_ptr,
+    stride_ot,
+    stride_oh,
+    MASS: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # query rows of one program
+    PARTS: tl.constexpr,  # parts merged at once
+):
+    """Merge the parts of one cut item. Grid: (programs - 1 cuts, BLOCK_M / ROWS); an item is handled at its first
+    cut."""
+    cut = tl.program_id(0) + 1
+    share = tl.load(header + 1)
+    job = tl.load(prog + cut * 4)
+    head = tl.load(prog + cut * 4 + 1)
+    tile = tl.load(prog + cut * 4 + 2)
+    unit = cut * share
+    if unit >= tl.load(header + 2):
+        return
+    if (tile == 0) | (tile > share):
+        return  # the cut falls between items, or the item was cut before
+    d = desc + job * 8
+    start = tl.load(d + 1)
+    length = tl.load(d + 2)
+    first_m = tl.load(d + 6) * BLOCK_M
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    query = (first_m + rows) // GROUP
+    member = (first_m + rows) % GROUP
+    valid = query < length
+    if (first_m + tl.program_id(1) * ROWS) // GROUP >= length:
+        return
+    tiles = tl.load(first_tile + job + 1) - tl.load(first_tile + job)
+    before = (unit - tile) // share  # program of the item's first part
+    parts = (unit - tile + tiles - 1) // share - before + 1
+    offs_d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    for p0 in range(0, parts, PARTS):
+        i = p0 + tl.arange(0, PARTS)
+        part = (2 * (before + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
+        there = (i < parts)[:, None] & valid[None, :]
+        ml_at = part_ml + part[:, None] * (2 * BLOCK_M) + rows[None, :]
+        m_p = tl.load(ml_at, mask=there, other=float("-inf"))
+        l_p = tl.load(ml_at + BLOCK_M, mask=there, other=0.0)
+        at = (
+            part_acc + part[:, None, None] * (BLOCK_M * BLOCK_D) + rows[None, :, None] * BLOCK_D + offs_d[None, None, :]
+        )
+        acc_p = tl.load(at, mask=there[:, :, None], other=0.0)
+        m_new = tl.maximum(m_i, tl.max(m_p, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = tl.exp2(m_p - m_safe[None, :])
+        keep = tl.exp2(m_i - m_safe)
+        l_i = l_i * keep + tl.sum(weight * l_p, 0)
+        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * acc_p, 0)
+        m_i = m_new
+    out_at = out_ptr + (start + query).to(tl.int64)[:, None] * stride_ot + (head * GROUP + member)[:, None] * stride_oh
+    stored = valid[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(out_at + offs_d[None, :], (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
+    if MASS:
+        tl.store(lse_ptr + (start + query) * HEADS + head * GROUP + member, m_i + tl.log2(l_i), mask=valid)
