@@ -29,7 +29,6 @@ EXTREME_SHARE = 0.12  # of the cells, per axis, are extremes
 EXTREME_AXES = ("full_kv_tokens", "sparse_kv_tokens", "query_tokens", "rows")
 EXTREME_WEIGHT = 0.5  # of the error on extremes in the choice of a form, beside the cross-validated one
 TIE = 1.05  # a simpler form is kept unless a later one is better by this factor
-NOT_MONOTONE_PENALTY = 1.25  # prices of added work may come out negative: such a form must be clearly better
 WARN_MAPE = 0.05
 
 Mask = NDArray[np.bool_]
@@ -162,15 +161,7 @@ def score_form(
     held_predicted = form.fit(features, seconds, None).seconds(held_features)
     heldout = by_regime(StepFeatures.from_matrix(held_features.T), held_predicted, held_seconds)
     score = cv.mape + EXTREME_WEIGHT * (extreme.mape if extreme else 0.0)
-    return FormScore(
-        form.name,
-        form.title,
-        cv,
-        extreme,
-        heldout,
-        form.selectable,
-        score * (1 if form.monotone else NOT_MONOTONE_PENALTY),
-    )
+    return FormScore(form.name, form.title, cv, extreme, heldout, form.selectable, score * form.handicap)
 
 
 def choose(scores: Sequence[FormScore]) -> FormScore:

@@ -5,6 +5,7 @@
 | paper | b0 + b1 query_tokens + b2 (sparse + full KV tokens): arXiv 2609.17943 |
 | linear | every feature its own price, one straight line each |
 | roofline | piecewise linear in GEMM tokens (weights, then compute) and KV tokens (latency, then bandwidth) |
+| staircase | roofline with a GEMM time for every sampled size: it may fall where a library picks a better kernel |
 | overlap | the larger of host work and roofline device work: steps of small models wait for the host |
 | table | linear times an interpolation between measured cells |
 `*-ols` are the same terms by ordinary least squares on seconds: for comparison only, never kept.
@@ -22,6 +23,7 @@ from aspire.errors import check_choice
 from aspire.scheduler.features import Floats
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative, ordinary
+from aspire_calibration.staircase import fit_staircase
 from aspire_calibration.table import TableModel
 from aspire_calibration.variables import INDEX, variable_rows
 
@@ -45,6 +47,7 @@ class Form:
     fit: Callable[[Floats, Floats, Floats | None], Fitted]
     selectable: bool = True
     monotone: bool = True  # more work never costs less, by construction
+    handicap: float = 1.0  # its score is multiplied by this: what is not monotone must be clearly better
 
 
 def knots(values: Floats, most: int, *, floor: float = 1.0) -> list[float]:
@@ -158,6 +161,11 @@ def _sum_form(name: str, title: str, terms: Callable[[Floats], list[Ramp]], *, o
     return Form(name, title, fit, selectable=not ols, monotone=not ols)
 
 
+def _fit_staircase(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
+    other = [term for term in roofline_terms(features) if term.variable not in ("one", "padded_tokens")]
+    return fit_staircase(other, features, seconds, weights)
+
+
 def _fit_table(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
     base = fit_sum(linear_terms(features), features, seconds, weights)
     return TableModel.around(base, features, seconds)
@@ -169,8 +177,9 @@ FORMS: dict[str, Form] = {
         _sum_form("paper", "three terms of the paper, relative error", paper_terms),
         _sum_form("linear", "one price per feature", linear_terms),
         _sum_form("roofline", "piecewise linear in GEMM and KV tokens", roofline_terms),
+        Form("staircase", "roofline with a GEMM time per size", _fit_staircase, monotone=False, handicap=1.1),
         Form("overlap", "max of host and roofline device work", fit_overlap),
-        Form("table", "linear x interpolation between cells", _fit_table, monotone=False),
+        Form("table", "linear x interpolation between cells", _fit_table, monotone=False, handicap=1.25),
         _sum_form("paper-ols", "three terms, ordinary least squares", paper_terms, ols=True),
         _sum_form("linear-ols", "one price per feature, ordinary least squares", linear_terms, ols=True),
     )

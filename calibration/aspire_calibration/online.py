@@ -77,8 +77,8 @@ class OnlineCostModel:
         self.theta = np.clip(self.theta + gain * error, -self.bound, self.bound)
         covariance = (self.covariance - np.outer(gain, share @ self.covariance)) / self.forgetting
         # Kinds that do not occur would grow without end while others are observed: never less sure than at the start.
-        largest = float(np.diag(covariance).max()) * self.prior_steps
-        self.covariance = covariance / max(1.0, largest)
+        shrink = np.sqrt(np.minimum(1.0, 1.0 / (self.prior_steps * np.maximum(np.diag(covariance), 1e-12))))
+        self.covariance = covariance * np.outer(shrink, shrink)
         self.steps += 1
 
     def _factor(self, features: StepFeatures) -> Floats:

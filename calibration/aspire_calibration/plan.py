@@ -119,9 +119,9 @@ def refinement_level(index: int, length: int) -> int:
 
 
 def profile_plan(limits: PlanLimits, *, seed: int = 0, levels: int = 4, with_prefill: bool = True) -> list[Cell]:
-    """Cells to time, in order; about 0.3-0.5 thousand for a large GPU. Every cell fits `limits`; keys are unique.
+    """Cells to time, in order; about 0.5 thousand for a large GPU. Every cell fits `limits`; keys are unique.
 
-    ``levels`` bounds the refinement (1 = corners and middles only). Roughly every fifth cell is held out.
+    ``levels`` bounds the refinement (1 = corners and middles only). About one cell in six is held out.
     """
     generator = np.random.default_rng(seed)
     by_regime: list[list[Cell]] = []
@@ -183,8 +183,22 @@ def _regimes(
         length = limits.context_for(n + 1, context)
         return mixed(ar(n, length), prefill(chunk, max(chunk, length)))
 
+    def bucket_cell(tokens: float) -> Cell:
+        """One step of exactly ``tokens`` query tokens: as few tokens a row as the rows allow, else a prefill chunk."""
+        total = int(tokens)
+        n = min(total, limits.max_num_seqs)
+        if total > n * (limits.d_max + 1):
+            return prefill(total, total)
+        each, more = divmod(total, n)
+        length = limits.context_for(n, 1024, each + 1)
+        parts = [(n - more, each), (more, each + 1)]
+        return Cell(tuple(RowGroup("verify", count, query, length) for count, query in parts if count))
+
+    largest = min(limits.max_num_batched_tokens, limits.max_num_seqs * (limits.d_max + 1))
+    sizes = [size for size in limits.graph_buckets if size <= limits.max_num_batched_tokens]
     table: dict[str, tuple[tuple[Sequence[float], ...], Callable[..., Cell]]] = {
         "ar": ((rows, contexts), ar_cell),
+        "sizes": ((sorted(sizes) or geometric(1, largest, 1.3),), bucket_cell),
         "draft": ((rows, contexts, (0.25, 1.0, 2.0)), draft_cell),
     }
     if limits.d_max >= 1:
@@ -209,7 +223,7 @@ def _regimes(
 
 def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: bool) -> list[Cell]:
     """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts."""
-    tables = [entry for name, entry in _regimes(limits, with_prefill).items() if name != "verify-plain"]
+    tables = [entry for name, entry in _regimes(limits, with_prefill).items() if name not in ("verify-plain", "sizes")]
     cells = []
     for index in range(30 * len(tables)):
         axes, build = tables[index % len(tables)]

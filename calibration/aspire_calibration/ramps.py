@@ -99,7 +99,7 @@ class RampModel:
             terms, values = [], []
             for row in branch["terms"]:
                 check_keys("term", row, ("variable", "from", "to", "seconds", "unit"))
-                check_choice("variable", row.get("variable"), VARIABLES)
+                check_choice("variable", str(row.get("variable")), VARIABLES)
                 stop = np.inf if row["to"] is None else float(row["to"])
                 if not (np.isfinite(row["seconds"]) and 0.0 <= row["from"] < stop):
                     raise InputError(f"term {row} needs finite seconds and 0 <= from < to; calibrate again")

@@ -17,23 +17,26 @@ def nonnegative_relative(
     weights: Floats | None = None,
     ridge: float = 1e-4,
     robust: bool = True,
-    offset: Floats | None = None,
+    penalty: Floats | None = None,
 ) -> Floats:
-    """Coefficients c >= 0 that minimise sum w (offset + design @ c - seconds)^2 / seconds^2, plus a small ridge.
+    """Coefficients c >= 0 that minimise sum w (design @ c - seconds)^2 / seconds^2, plus a small ridge.
 
     ``design``: [steps, terms]; ``robust``: soft-L1 loss by reweighting, so that a few disturbed cells do not bend the
     fit. The ridge acts on columns scaled to unit size: it only decides between terms that the data cannot tell apart.
+    ``penalty``: [more, terms], further rows that c should take to zero.
     """
     rows = design / seconds[:, None]
-    target = np.ones(len(seconds)) if offset is None else 1.0 - offset / seconds
+    target = np.ones(len(seconds))
     scale = np.sqrt((rows**2).mean(axis=0))
     scale[scale == 0.0] = np.inf  # a term that no sample shows stays at zero
     rows = rows / scale
     base = np.ones(len(seconds)) if weights is None else np.sqrt(weights)
     damping = np.sqrt(ridge * len(seconds)) * np.eye(design.shape[1])
-    zeros = np.zeros(design.shape[1])
+    if penalty is not None:
+        damping = np.vstack([damping, penalty / scale])
+    zeros = np.zeros(len(damping))
     loss = np.ones(len(seconds))
-    solution = zeros
+    solution = np.zeros(design.shape[1])
     for _ in range(6 if robust else 1):
         weight = base * loss
         stacked = np.vstack([rows * weight[:, None], damping])

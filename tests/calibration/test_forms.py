@@ -1,0 +1,197 @@
+"""Cost forms and solvers: what they can represent, what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aspire.errors import InputError, UsageError
+from aspire.scheduler.features import StepFeatures
+from aspire_calibration.forms import FORMS, fitted_from_json, forms_named, knots
+from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
+from aspire_calibration.solve import nonnegative_relative, ordinary
+from aspire_calibration.staircase import sizes_of, values_to_slopes
+from aspire_calibration.variables import INDEX, VARIABLES, variable_rows
+from tests.calibration.machine import measured_samples
+
+SAMPLES = measured_samples(noise=0.01, most=260)
+MATRIX, SECONDS = SAMPLES.matrix()
+FITTED = {name: form.fit(MATRIX.T, SECONDS, None) for name, form in FORMS.items()}
+MONOTONE = [name for name, form in FORMS.items() if form.monotone]
+# What more of, in an otherwise equal step, is more work. (More rows come with tokens: see the test of added rows.)
+AMOUNTS = ("padded_tokens", "sparse_kv_tokens", "full_kv_tokens", "select_kv_tokens", "select_rows")
+steps = st.sampled_from(range(len(SECONDS)))
+
+
+@pytest.mark.parametrize("name", MONOTONE)
+@given(step=steps, factor=st.floats(1.0, 3.0), feature=st.sampled_from(AMOUNTS))
+def test_more_work_in_a_step_never_costs_less(name, step, factor, feature):
+    more = MATRIX[step].copy()
+    more[INDEX[feature]] *= factor
+    before, after = FITTED[name].seconds(np.stack([MATRIX[step], more], axis=1))
+    assert after >= before * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", MONOTONE)
+@given(
+    step=steps, count=st.integers(1, 20), kind=st.sampled_from(["draft", "verify"]), context=st.integers(2000, 40_000)
+)
+def test_added_rows_never_cost_less_than_nothing(name, step, count, kind, context):
+    base = StepFeatures.from_matrix(MATRIX[step])
+    if kind == "draft":
+        row = {"draft_rows": count, "sparse_kv_tokens": count * context, "query_tokens": count}
+    else:
+        # A row like those of the step: the price of verify width is a mean over rows, exact when rows are alike.
+        width = max(1.0, float((base.query_tokens - base.prefill_tokens - base.draft_rows) / max(base.verify_rows, 1)))
+        mean = max(context, float(base.full_kv_tokens / max(base.rows - base.draft_rows, 1)))
+        row = {"verify_rows": count, "full_kv_tokens": count * mean, "query_tokens": count * width}
+    after = base + StepFeatures.of(rows=count, **row)
+    before_s, after_s = FITTED[name].seconds(np.stack([base.matrix(), after.matrix()], axis=1))
+    assert after_s >= before_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_are_positive_finite_and_survive_json(name):
+    fitted = FITTED[name]
+    seconds = fitted.seconds(MATRIX.T)
+    assert np.all(np.isfinite(seconds)) and (np.all(seconds > 0) or name.endswith("-ols"))
+    again = fitted_from_json(fitted.to_json())
+    assert again.seconds(MATRIX.T) == pytest.approx(seconds, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MONOTONE)
+def test_slopes_are_never_negative(name):
+    assert min(min(row) for row in FITTED[name].slopes) >= 0.0
+
+
+@settings(max_examples=15)
+@given(
+    prices=st.tuples(st.floats(1e-4, 5e-3), st.floats(1e-7, 1e-5), st.floats(1e-10, 1e-8)),
+    noise=st.floats(0.0, 0.03),
+    seed=st.integers(0, 100),
+)
+def test_relative_fit_recovers_a_planted_model_within_noise(prices, noise, seed):
+    matrix = design([Ramp("one"), Ramp("query_tokens"), Ramp("kv_tokens")], MATRIX.T)
+    truth = matrix @ np.array(prices)
+    measured = truth * np.exp(np.random.default_rng(seed).normal(0, noise, len(truth)))
+    found = matrix @ nonnegative_relative(matrix, measured)
+    assert np.mean(np.abs(found / truth - 1)) <= 0.35 * noise + 0.002
+
+
+def test_least_squares_on_seconds_is_worse_on_a_wide_grid():
+    def error(name):
+        return float(np.mean(np.abs(FITTED[name].seconds(MATRIX.T) / SECONDS - 1)))
+
+    assert error("paper-ols") > 1.3 * error("paper")
+    assert error("paper") > 2 * error("roofline") and error("linear") > error("roofline")
+
+
+def test_a_disturbed_cell_does_not_bend_the_fit():
+    matrix = design([Ramp("one"), Ramp("kv_tokens")], MATRIX.T)
+    truth = matrix @ np.array([1e-3, 1e-8])
+    spoiled = truth.copy()
+    spoiled[::25] *= 3.0
+    robust = matrix @ nonnegative_relative(matrix, spoiled)
+    plain = matrix @ nonnegative_relative(matrix, spoiled, robust=False)
+    assert np.mean(np.abs(robust / truth - 1)) < 0.5 * np.mean(np.abs(plain / truth - 1))
+
+
+def test_the_staircase_form_follows_a_size_that_is_slower_than_a_larger_one():
+    features = np.tile(MATRIX.T, 2)[:, :400]
+    padded = np.resize([8.0, 16.0, 24.0, 32.0, 48.0, 64.0], features.shape[1])
+    features[INDEX["padded_tokens"]] = padded
+    seconds = 1e-3 + 1e-6 * padded + np.where(padded == 24, 3e-4, 0.0) + 1e-8 * features[INDEX["full_kv_tokens"]]
+    fit = {name: FORMS[name].fit(features, seconds, None) for name in ("staircase", "roofline")}
+    step = StepFeatures.of(padded_tokens=np.array([24.0, 32.0])).matrix().T
+    assert fit["staircase"].seconds(step) == pytest.approx([1.324e-3, 1.032e-3], rel=0.02)
+    assert fit["roofline"].seconds(step)[1] >= fit["roofline"].seconds(step)[0], "the monotone form cannot"
+    beyond = StepFeatures.of(padded_tokens=np.array([128.0])).matrix().T
+    assert 1.05e-3 < fit["staircase"].seconds(beyond)[0] < 1.5e-3
+
+
+def test_overlap_finds_the_host_floor():
+    host = 4e-3 + 1e-5 * MATRIX[:, INDEX["rows"]]
+    device = 1e-3 + 8e-9 * MATRIX[:, INDEX["full_kv_tokens"]] + 4e-9 * MATRIX[:, INDEX["sparse_kv_tokens"]]
+    seconds = np.maximum(host, device)
+    assert 0.2 < np.mean(host > device) < 0.95
+    fitted = FORMS["overlap"].fit(MATRIX.T, seconds, None)
+    assert np.mean(np.abs(fitted.seconds(MATRIX.T) / seconds - 1)) < 0.01
+    assert {"host", "device"} == set(fitted.names)
+
+
+def test_ramps():
+    terms = [Ramp("one"), *chain("rows", [4.0, 10.0]), present("draft_rows")]
+    model = RampModel((tuple(terms),), ((1.0, 1.0, 0.5, 0.25, 100.0),))
+    at = StepFeatures.of(rows=np.array([0.0, 2.0, 4.0, 10.0, 14.0]), draft_rows=np.array([0, 0, 0, 0, 7])).matrix().T
+    assert model.seconds(at) == pytest.approx([1.0, 3.0, 5.0, 8.0, 109.0])
+    assert [term.name for term in terms] == ["one", "rows[0..4]", "rows[4..10]", "rows[10..]", "draft_rows[0..1]"]
+
+
+@given(st.lists(st.floats(1, 1e6), max_size=60), st.integers(1, 8))
+def test_knots_leave_samples_in_every_segment(values, most):
+    data = np.array(values)
+    inner = knots(data, most)
+    assert inner == sorted(set(inner)) and len(inner) <= most
+    edges = [0.0, *inner, np.inf]
+    for low, high in zip(edges, edges[1:], strict=False):
+        assert not inner or len(np.unique(data[(data > low) & (data <= high)])) >= 3
+
+
+def test_staircase_nodes_and_slopes():
+    assert list(sizes_of(np.array([8, 8, 16, 16, 100, 101, 101, 300.0]))) == [8, 16, 101, 300]
+    nodes = np.array([8.0, 16.0, 32.0])
+    assert values_to_slopes(nodes) @ np.array([2.0, 4.0, 4.0, 0.5]) == pytest.approx([2.0, 0.25, 0.0, 0.5])
+
+
+def test_derived_variables_of_a_step_with_all_kinds_of_rows():
+    step = StepFeatures.of(
+        rows=6,
+        query_tokens=113,
+        draft_rows=3,
+        verify_rows=2,
+        sparse_kv_tokens=1536,
+        full_kv_tokens=4300,
+        prefill_tokens=100,
+        prefill_qkv=30000,
+        select_kv_tokens=4000,
+        select_rows=2,
+    )
+    names = [name for name in VARIABLES if name not in INDEX]
+    values = dict(zip(names, variable_rows(step.matrix()[:, None], names)[:, 0], strict=True))
+    assert values == {
+        "one": 1,
+        "kv_tokens": 5836,
+        "logits_rows": 14,
+        "verify_kv_tokens": 4000,
+        "verify_extra_qkv": 4000 * 4,
+    }
+
+
+def test_ordinary_least_squares_is_the_textbook_one():
+    matrix = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert ordinary(matrix, np.array([1.0, 3.0, 5.0])) == pytest.approx([-1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"type": "spline"}, UsageError, "fitted form type 'spline' is not known"),
+        ({"type": "ramps", "combine": "max", "branches": []}, InputError, "at least one branch"),
+        ({"type": "ramps", "combine": "min", "branches": [1]}, UsageError, "'min' is not known"),
+        (
+            {"type": "ramps", "combine": "max", "branches": [{"name": "a", "terms": [{"variable": "kvtokens"}]}]},
+            UsageError,
+            "variable 'kvtokens' is not known.*did you mean 'kv_tokens'",
+        ),
+    ],
+)
+def test_bad_fitted_forms_are_refused(data, error, message):
+    with pytest.raises(error, match=message):
+        fitted_from_json(data)
+
+
+def test_unknown_form():
+    with pytest.raises(UsageError, match=r"form 'roofine' is not known \(did you mean 'roofline'\?\)"):
+        forms_named(["roofine"])
