@@ -45,7 +45,7 @@ def command(
     workload = scenario.load_workload()
     prices = scenario.load_cost_model().file
     console.say(
-        f"{len(workload)} requests of {workload.name}, acceptance {scenario.acceptance}, {prices.kind} cost model"
+        f"{len(workload)} requests of {workload.name}, {prices.kind} cost model, acceptance {scenario.acceptance}"
     )
     rows: list[list[Any]] = []
     results: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def command(
     for line in watch.warnings():
         console.warn(line)
     console.wrote(output_dir, f"{len(results)} run directories")
-    console.next(f"aspire tune --cost-model {scenario.cost_model} --acceptance {scenario.acceptance}")
+    console.next(f"aspire tune --cost-model {scenario.cost_model}  with the same workload options")
     console.result({"runs": results, "extrapolated": watch.extrapolated()})
 
 

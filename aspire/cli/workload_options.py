@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aspire.cli.options import existing_file, parse_rate
-from aspire.errors import UsageError
+from aspire.errors import UsageError, check_choice
 
 if TYPE_CHECKING:
     from aspire_simulator.scenario import Scenario
@@ -29,12 +29,14 @@ def _options(
         str, typer.Option("--cost-model", help="cost_model.json, or analytic:HARDWARE:MODEL for public figures.")
     ] = "cost_model.json",
     acceptance: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
             "--acceptance",
-            help="iid:RATE, position:R,R,.., markov:A,B, beta:A,B, longbench-like, recorded:RUN_DIR, acceptance.json.",
+            help="iid:RATE, position:R,R,.., markov:A,B, beta:A,B, longbench-like, recorded:RUN_DIR, acceptance.json; "
+            "repeatable as SELECTOR=MODEL.",
+            show_default="iid:0.8",
         ),
-    ] = "iid:0.8",
+    ] = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Number of requests.")] = 64,
     input_len: Annotated[
         str, typer.Option("--input-len", help="Prompt tokens: N, uniform:A:B, lognormal:MEAN:CV, zipf:E:A:B.")
@@ -103,7 +105,7 @@ def _options(
         parse_goodput(goodput)
     return Scenario(
         cost_model=cost_model,
-        acceptance=acceptance,
+        acceptance=acceptance_by_selector(acceptance or ["iid:0.8"]),
         dataset_path=str(trace) if trace else None,
         num_prompts=num_prompts,
         input_len=input_len,
@@ -123,6 +125,25 @@ def _options(
         noise=noise,
         seed=seed,
     )
+
+
+def acceptance_by_selector(given: list[str]) -> str | dict[str, str]:
+    """One model for all selectors, or ``SELECTOR[@BUDGET]=MODEL`` for each, a plain one standing for the others."""
+    from aspire.scheduler import SELECTOR_KINDS
+    from aspire_simulator.acceptance import parse_acceptance
+
+    found: dict[str, str] = {}
+    for text in given:
+        selector, equals, model = text.partition("=")
+        if not equals:
+            selector, model = "*", text
+        elif selector.partition("@")[0] != "*":
+            check_choice("--acceptance selector", selector.partition("@")[0], SELECTOR_KINDS)
+        if selector in found:
+            raise UsageError(f"--acceptance is given twice for {'all selectors' if selector == '*' else selector}")
+        parse_acceptance(model)
+        found[selector] = model
+    return found["*"] if list(found) == ["*"] else found
 
 
 def cost_model_settings(cost_model: str) -> dict[str, Any]:

@@ -249,3 +249,24 @@ def test_capacity_finds_a_rate_and_needs_limits(cost_model: Path, tmp_path: Path
     found = json.loads(done.out)
     assert 0 < found["request_rate"] < 1e3 and len(found["probes"]) >= 2
     assert_one_error(run("capacity", "--cost-model", cost_model, "-q"), 2, "--goodput")
+
+
+def test_tune_writes_a_policy_that_simulate_reads(cost_model: Path, tmp_path: Path) -> None:
+    work = ["--cost-model", cost_model, "--num-prompts", 8, "--input-len", "3000", "--output-len", "40"]
+    options = ["--method", "grid", "--repeats", 2, "--kind", "autoregressive", "--kind", "fixed", "--no-break-even"]
+    policy = tmp_path / "policy.json"
+    models = ["--acceptance", "verify=iid:0.9", "--acceptance", "window=iid:0.5"]
+    done = run("tune", *work, *options, *models, "-o", policy)
+    assert done.code == 0, done.err
+    assert "tuned policy:" in done.out and "expected gain over autoregressive:" in done.out
+    assert f"wrote {policy}" in done.err and "next: aspire generate" in done.err
+    written = json.loads(policy.read_text(encoding="utf-8"))
+    assert written["provenance"]["cost_model"]["sha256"] and written["provenance"]["gains"]
+    again = run("simulate", *work, *models, "--policy", policy, "-o", tmp_path / "r")
+    assert again.code == 0, again.err
+    assert_one_error(run("tune", *work, "-q", "--method", "gird"), 2, "did you mean 'grid'?")
+    assert_one_error(run("tune", *work, "-q", "--kind", "fixt"), 2, "did you mean 'fixed'?")
+    assert_one_error(run("tune", *work, "-q", "--objective", "goodput"), 2, "--goodput")
+    assert_one_error(run("tune", *work, "-q", "--acceptance", "windo=iid:0.5"), 2, "did you mean 'window'?")
+    policy.write_text(json.dumps({**written, "kidn": 1}), encoding="utf-8")
+    assert_one_error(run("simulate", *work, "--policy", policy, "-q"), 2, "did you mean 'kind'?")
