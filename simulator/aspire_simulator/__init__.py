@@ -63,9 +63,9 @@ _WHERE = {
 
 __all__ = [
     "LONGBENCH_LIKE", "AcceptanceFit", "AcceptanceModel", "Capacity", "OracleSpec", "ReplayReport", "RunCheck",
-    "Scenario", "Simulation", "Sweep", "TuneResult", "TuneSettings", "Workload", "acceptance_from_dict", "find_capacity",
-    "fit_acceptance", "load_trace", "oracle_gap", "parse_acceptance", "parse_goodput", "parse_policy", "replay",
-    "run_sweep", "simulate", "summarize", "synthetic", "trace_stats", "tune", "validate_run", "write_report",
+    "Scenario", "Simulation", "Sweep", "TuneResult", "TuneSettings", "Workload", "acceptance_from_dict",
+    "find_capacity", "fit_acceptance", "load_trace", "oracle_gap", "parse_acceptance", "parse_goodput", "parse_policy",
+    "replay", "run_sweep", "simulate", "summarize", "synthetic", "trace_stats", "tune", "validate_run", "write_report",
 ]  # fmt: skip
 
 

@@ -68,6 +68,8 @@ def break_even(
                     "length_scale": 1.0,
                     "limit": None,
                     "max_num_seqs": batch,
+                    # all prompts in one step, so that the whole batch begins to decode at once
+                    "max_num_batched_tokens": batch * (context + 1),
                     "max_model_len": context + OUTPUT_TOKENS,
                     "num_pages": pages + 1,
                     "max_concurrency": None,

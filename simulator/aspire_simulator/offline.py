@@ -31,6 +31,14 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 PRICES: tuple[tuple[float, float], ...] = ((0.15, 0.02), (0.30, 0.03), (0.08, 0.01))
 
+# What a step takes whoever is in it (weights, launches), divided by its requests; of c = 0.15 resp. 0.30 or 0.85.
+SHARES: tuple[tuple[float, float, float], ...] = (
+    (0.15, 0.02, 0.02),
+    (0.15, 0.02, 0.08),
+    (0.15, 0.02, 0.14),
+    (0.30, 0.03, 0.25),
+    (0.85, 0.01, 0.80),
+)
 ABLATIONS: dict[str, dict[str, Any]] = {  # changes of `SurvivalParams`, one at a time
     "no request effect": {"effect_variance": 1e-9},
     "no margin": {"slope": 0.0, "intercept": 2.2, "precision": (2.0, 1e9, 20.0)},
@@ -193,6 +201,34 @@ def ablate(recordings: Sequence[Recording], changes: dict[str, Any]) -> dict[str
     return {"mean": float(np.mean(warm)), "worst": min(warm), "cold_mean": float(np.mean(cold))}
 
 
+def compare_share(recordings: Sequence[Recording]) -> dict[str, Any]:
+    """Evidence entry: a draft priced with its share of the step over one priced by its own row alone; same text, T >
+    0.
+    """
+    lines = []
+    for recording in (one for one in recordings if one.temperature > 0):
+        requests, half, total = recording.accepted.shape[1], recording.half, len(recording.accepted)
+        for c, v, share in SHARES:
+            rates = []
+            for believed in (c + v, c + v - share):
+                rule = Goodput(requests, c + v, recording.margin.shape[2], believed=believed)
+                replay_text(rule, recording, range(half), c + v)
+                tokens, time = replay_text(rule, recording, range(half, total), c + v)
+                rates.append(float(tokens.sum() / time.sum()))
+            named = {"workload": recording.name, "c": c, "v": v, "share": share}
+            lines.append({**named, "rate_with_share": rates[0], "rate_marginal_only": rates[1]})
+    values = np.array([line["rate_with_share"] / line["rate_marginal_only"] for line in lines])
+    what = "goodput whose draft price holds the request's share of the step over goodput with marginal prices alone"
+    return {
+        "id": "policy.step_share_over_marginal_offline",
+        "value": float(values.mean()),
+        "unit": "x",
+        "n": len(values),
+        "spread": {"min": float(values.min()), "max": float(values.max())},
+        "detail": {"what": what, "cells": lines},
+    }
+
+
 def ratios(cells: Sequence[dict[str, Any]], key: str = "rate", base: str = "paper") -> Floats:
     """[cells] goodput over ``base`` in the measure ``key``."""
     return np.array([cell["goodput"][key] / cell[base][key] for cell in cells])
@@ -284,14 +320,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = [evaluate_cell(recording, c, v) for recording in recordings for c, v in PRICES]
         results = results_of(cells)
         print(table(cells))
+        if any(cell["temperature"] > 0 for cell in cells):
+            results.append(compare_share(recordings))
+            results[0]["detail"]["ablations"] = {name: ablate(recordings, made) for name, made in ABLATIONS.items()}
         for result in results:
             low, high = result["spread"]["min"], result["spread"]["max"]
             print(f"{result['id']} {result['value']:.4f} ({low:.4f} .. {high:.4f}, {result['n']} cells)")
-        if any(cell["temperature"] > 0 for cell in cells):
-            results[0]["detail"]["ablations"] = {name: ablate(recordings, made) for name, made in ABLATIONS.items()}
-            for name, found in results[0]["detail"]["ablations"].items():
-                figures = ", ".join(f"{key} {value:.4f}" for key, value in found.items())
-                print(f"goodput / paper, {name}: {figures}")
+        for name, found in results[0]["detail"].get("ablations", {}).items():
+            figures = ", ".join(f"{key} {value:.4f}" for key, value in found.items())
+            print(f"goodput / paper, {name}: {figures}")
         if options.out:
             command = f"python -m aspire_simulator.offline --rounds {Path(options.rounds).name} --out {options.out}"
             print(f"wrote {write_evidence(options.out, results, command=command)}", file=sys.stderr)

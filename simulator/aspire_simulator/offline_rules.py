@@ -86,18 +86,29 @@ class PositionSurvival(LengthRule):
 
 
 class Goodput(Rule):
-    """Margins, stopped by price: `SurvivalModel`, `worth_drafting` and `RateTracker`, as the live policy uses them."""
+    """Margins, stopped by price: `SurvivalModel`, `worth_drafting` and `RateTracker`, as the live policy uses them.
 
-    def __init__(self, requests: int, price: float, d_max: int, params: SurvivalParams | None = None) -> None:
+    ``believed`` is the price of a draft that the rule reckons with, when that is not the true one.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        price: float,
+        d_max: int,
+        params: SurvivalParams | None = None,
+        believed: float | None = None,
+    ) -> None:
         self.model = SurvivalModel(requests, d_max, params)
         self._rate = RateTracker(
             best_rate(self.model.params.prior_acceptance, price, d_max), prior_tokens=4.0 * requests
         )
         self._price = price
+        self._believed = price if believed is None else believed
 
     def more(self, requests: Ints, drafted: int) -> NDArray[np.bool_]:
         survival, upcoming = self.model.survival(requests), self.model.next_acceptance(requests)
-        return worth_drafting(survival, upcoming, self._price, self._rate.rate)
+        return worth_drafting(survival, upcoming, self._believed, self._rate.rate)
 
     def drafted(self, requests: Ints, position: int, margin: Floats) -> None:
         self.model.observe_drafts(requests, np.full(len(requests), position), margin)
