@@ -17,7 +17,18 @@ import typer.main
 from aspire.errors import AspireError, did_you_mean
 
 # The loop first, in order; then what looks at it.
-COMMANDS = ("calibrate", "simulate", "tune", "validate", "fit-acceptance", "sweep", "capacity", "trace", "doctor")
+COMMANDS = (
+    "calibrate",
+    "simulate",
+    "tune",
+    "validate",
+    "report",
+    "fit-acceptance",
+    "sweep",
+    "capacity",
+    "trace",
+    "doctor",
+)
 
 _EPILOG = (
     "The loop: profile -> calibrate -> simulate -> tune -> generate or bench -> validate, report. "

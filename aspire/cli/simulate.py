@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from aspire.cli import workload_options as w
 from aspire.cli.console import Console
 from aspire.cli.options import Json, Quiet
+from aspire.cli.report import show_comparison
 
 if TYPE_CHECKING:
+    from aspire.rundir import Run
     from aspire_simulator.scenario import Scenario
-
-COLUMNS = ("policy", "tok/s", "vs first", "TTFT ms", "TPOT ms", "tokens/round", "goodput", "run")
 
 
 @w.scenario_options
@@ -47,8 +47,7 @@ def command(
     console.say(
         f"{len(workload)} requests of {workload.name}, {prices.kind} cost model, acceptance {scenario.acceptance}"
     )
-    rows: list[list[Any]] = []
-    results: list[dict[str, Any]] = []
+    runs: list[tuple[str, Run]] = []
     for index, (text, label) in enumerate(zip(policies, labels, strict=True)):
         with console.progress(f"simulate {label}", len(workload)) as progress:
             run = scenario.with_(policy=text).run(
@@ -56,33 +55,17 @@ def command(
             )
         run.config["cost_model"] = prices.to_json()  # a run carries all that its replay needs
         run.meta = provenance()
-        folder = output_dir / run_name(index, label)
-        write_run(folder, run)
-        results.append({"policy": label, "run": folder, "summary": run.summary})
-        rows.append(row_of(label, folder, run.summary, results[0]["summary"]))
-    console.table(COLUMNS, rows, title=f"simulated ({prices.kind} cost model)")
+        name = run_name(index, label)
+        write_run(output_dir / name, run)
+        runs.append((name, run))
+    document = show_comparison(console, runs)
     for line in watch.warnings():
         console.warn(line)
-    console.wrote(output_dir, f"{len(results)} run directories")
+    console.wrote(output_dir, f"{len(runs)} run directories")
     console.next(f"aspire tune --cost-model {scenario.cost_model}  with the same workload options")
-    console.result({"runs": results, "extrapolated": watch.extrapolated()})
+    console.result({"output_dir": output_dir, **document, "extrapolated": watch.extrapolated()})
 
 
 def run_name(index: int, label: str) -> str:
     """A folder name for the policy ``label``."""
     return f"{index:02d}-" + "".join(letter if letter.isalnum() or letter in "-=." else "_" for letter in label)
-
-
-def row_of(label: str, folder: Path, summary: dict[str, Any], first: dict[str, Any]) -> list[Any]:
-    """The table row of a run under `COLUMNS`."""
-    rate, base = summary.get("decode_only_throughput"), first.get("decode_only_throughput")
-    return [
-        label,
-        rate,
-        f"{rate / base:.2f}x" if rate and base else None,
-        summary.get("mean_ttft_ms"),
-        summary.get("mean_tpot_ms"),
-        summary.get("acceptance_length"),
-        summary.get("goodput_share"),
-        str(folder),
-    ]

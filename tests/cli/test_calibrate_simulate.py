@@ -191,7 +191,7 @@ def test_trace_statistics_and_replay(cost_model: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     (one,) = json.loads(done.out)["runs"]
     assert one["summary"]["completed"] == 10
-    fitted = run("fit-acceptance", one["run"], "-o", tmp_path / "acceptance.json", "--json")
+    fitted = run("fit-acceptance", tmp_path / "r" / one["run"], "-o", tmp_path / "acceptance.json", "--json")
     assert fitted.code == 0, fitted.err
     assert (tmp_path / "acceptance.json").is_file() and json.loads(fitted.out)["best"]
     trace.write_text("a,b\n1,2\n", encoding="utf-8")
@@ -270,3 +270,18 @@ def test_tune_writes_a_policy_that_simulate_reads(cost_model: Path, tmp_path: Pa
     assert_one_error(run("tune", *work, "-q", "--acceptance", "windo=iid:0.5"), 2, "did you mean 'window'?")
     policy.write_text(json.dumps({**written, "kidn": 1}), encoding="utf-8")
     assert_one_error(run("simulate", *work, "--policy", policy, "-q"), 2, "did you mean 'kind'?")
+
+
+def test_report_is_one_page_with_figures(cost_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    work = ["--num-prompts", 6, "--input-len", "1000", "--output-len", "30", "-o", folder]
+    assert run("simulate", "--cost-model", cost_model, *work).code == 0
+    done = run("report", folder, "--figures", tmp_path / "f", "--json")
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document["verdict"] and len(document["runs"]) == 3
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "<svg" in page and "<script" not in page and 'href="http' not in page
+    assert list((tmp_path / "f").glob("*.svg"))
+    assert_one_error(run("report", tmp_path / "none"), 1, "no run directory")
+    assert_one_error(run("report", folder, "--figure-format", "gif"), 2, "allowed: pdf, png, svg")

@@ -77,7 +77,7 @@ def test_doctor_json_is_one_document() -> None:
 
 
 def test_doctor_table_names_missing_extras_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aspire.cli.doctor.package_version", lambda name: None if name == "ray" else "1.0")
+    monkeypatch.setattr("aspire.cli.doctor.package_version", lambda name: None if name in ("ray", "torch") else "1.0")
     done = run("doctor")
     assert "pip install 'aspire-llm[tune]'" in done.out
 
