@@ -1,0 +1,38 @@
+"""Models: one config-driven decoder, its weights and where they come from.
+
+    load_model       name, folder, .gguf file or hub id -> LoadedModel          loader.py
+    ModelConfig      shape and constants, read from config.json                 config.py
+    PRESETS          shapes by name, for random weights                         presets.py
+    Decoder, Attend  the forward pass over flattened tokens                     decoder.py
+    DenseAttend      plain causal attention over one sequence (the oracle)      decoder.py
+    rope_tables, apply_rope  rotary embedding, reference                        rope.py
+    Ops, TorchOps    elementwise operations that fused kernels replace          ops.py
+"""
+
+from __future__ import annotations
+
+from aspire.models.config import ModelConfig, RopeScaling
+from aspire.models.decoder import Attend, Decoder, DecoderWeights, DenseAttend, LayerWeights
+from aspire.models.loader import LoadedModel, find_model, load_model, resolve_dtype
+from aspire.models.ops import Ops, TorchOps
+from aspire.models.presets import PRESETS
+from aspire.models.rope import apply_rope, rope_tables
+
+__all__ = [
+    "PRESETS",
+    "Attend",
+    "Decoder",
+    "DecoderWeights",
+    "DenseAttend",
+    "LayerWeights",
+    "LoadedModel",
+    "ModelConfig",
+    "Ops",
+    "RopeScaling",
+    "TorchOps",
+    "apply_rope",
+    "find_model",
+    "load_model",
+    "resolve_dtype",
+    "rope_tables",
+]

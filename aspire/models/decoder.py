@@ -1,0 +1,146 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3 over flattened tokens.
+
+The decoder knows nothing of batches, masks or caches: tokens of all requests lie in one dimension, and attention is a
+callable that the engine gives. Inference only. No host synchronisation and no shape that depends on values, so that a
+forward can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention
+
+from aspire.models.config import ModelConfig
+from aspire.models.ops import Ops, TorchOps
+from aspire.models.rope import apply_rope, rope_tables
+
+
+class Attend(Protocol):
+    """Attention of one layer, given by the engine."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        """Rotate q and k, store k and v, attend; returns [tokens, heads, head_dim] in the dtype of q.
+
+        ``q`` [tokens, heads, head_dim] and ``k``, ``v`` [tokens, kv_heads, head_dim] come AFTER q/k norm and BEFORE
+        rope: applying rope (`aspire.models.rope.apply_rope` is the reference) is the callee's work, so that it can be
+        fused with the KV write. q, k, v are views of one qkv buffer, contiguous in the last two dimensions only; with
+        q/k norm, q and k are tensors of their own. ``positions`` [tokens] is what `Decoder.forward` was given.
+        """
+        ...
+
+
+@dataclass
+class LayerWeights:
+    """Weights of one layer; matrices are [output, input] as in torch.nn.functional.linear."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [q_size + 2 * kv_size, hidden]
+    qkv_bias: Tensor | None  # [q_size + 2 * kv_size]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: Tensor  # [hidden, q_size]
+    output_bias: Tensor | None  # [hidden]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+@dataclass
+class DecoderWeights:
+    """All weights; ``lm_head`` is the same tensor as ``embed`` when they are tied."""
+
+    embed: Tensor  # [vocab, hidden]
+    layers: list[LayerWeights]
+    norm: Tensor  # [hidden]
+    lm_head: Tensor  # [vocab, hidden]
+
+
+class Decoder:
+    """A config, its weights, and the forward pass."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops | None = None) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops: Ops = ops or TorchOps()
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embed.dtype
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states after the final norm, [tokens, hidden], for ``input_ids`` and ``positions`` [tokens]."""
+        eps, ops = self.config.rms_norm_eps, self.ops
+        residual = embedding(input_ids, self.weights.embed)
+        x = ops.rms_norm(residual, self.weights.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.weights.layers):
+            x = linear(self._attention(index, layer, x, positions, attend), layer.output, layer.output_bias)
+            x, residual = ops.rms_norm(x, layer.mlp_norm, eps, residual)
+            x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
+            last = index + 1 == len(self.weights.layers)
+            next_norm = self.weights.norm if last else self.weights.layers[index + 1].input_norm
+            x, residual = ops.rms_norm(x, next_norm, eps, residual)
+        return x
+
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Projections, q/k norm and ``attend``: [tokens, hidden] -> [tokens, q_size]."""
+        config, tokens = self.config, x.shape[0]
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        q, k, v = qkv.split((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        q = q.view(tokens, config.num_heads, config.head_dim)
+        k = k.view(tokens, config.num_kv_heads, config.head_dim)
+        v = v.view(tokens, config.num_kv_heads, config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = self.ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = self.ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        return attend(index, q, k, v, positions).reshape(tokens, config.q_size)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [rows, vocab] of ``hidden`` [rows, hidden].
+
+        On CUDA the product of half-precision operands is accumulated and returned in float32: rounding it to bfloat16
+        first would make ties among the best tokens common (steps of 0.125 near 20).
+        """
+        head = self.weights.lm_head
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, head.t(), out_dtype=torch.float32)
+        return linear(hidden, head).float()
+
+
+class DenseAttend:
+    """Full causal attention over one sequence with a growing KV cache: the oracle of tests, and the plain way to run.
+
+    Tokens must come in order of position, each once; chunks of any length continue the sequence.
+    """
+
+    def __init__(self, config: ModelConfig, max_positions: int, device: torch.device | str = "cpu") -> None:
+        self._scale = config.head_dim**-0.5
+        self._cos, self._sin = rope_tables(config, max_positions, device)
+        self._keys: dict[int, Tensor] = {}  # layer -> [tokens so far, kv_heads, head_dim], rope applied
+        self._values: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self._cos[positions], self._sin[positions]
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if layer in self._keys:
+            k, v = torch.cat((self._keys[layer], k)), torch.cat((self._values[layer], v))
+        self._keys[layer], self._values[layer] = k, v
+        visible = torch.arange(k.shape[0], device=q.device)[None, :] <= positions[:, None]
+        out = scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            attn_mask=visible,
+            scale=self._scale,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
