@@ -56,8 +56,8 @@ def rope_and_kv_write_reference(
 
 @triton.jit
 def _rope_heads(
-    x, stride_head, heads, weight, eps, cos, sin, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    x, stride_head, out, stride_out, heads, weight, eps, cos, sin, HALF: tl.constexpr, REST: tl.constexpr, NORM:
+    tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """Normed and rotated heads of one token: first half, second half ``[BLOCK_H, BLOCK_HALF]`` and the unrotated
     rest."""
@@ -81,23 +81,11 @@ def _rope_heads(
         rest = (rest * scale * w3).to(dtype).to(tl.float32)
     c = tl.load(cos + i, mask=i < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + i, mask=i < HALF, other=0.0).to(tl.float32)
-    return x1 * c - x2 * s, x2 * c + x1 * s, rest
-
-
-@triton.jit
-def _store_heads(
-    out, stride_head, heads, y1, y2, rest, HALF: tl.constexpr, REST: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
-    h = tl.arange(0, BLOCK_H)[:, None]
-    i = tl.arange(0, BLOCK_HALF)[None, :]
-    real = (h < heads) & (i < HALF)
-    dtype = out.dtype.element_ty
-    tl.store(out + h * stride_head + i, y1.to(dtype), mask=real)
-    tl.store(out + h * stride_head + HALF + i, y2.to(dtype), mask=real)
+    out_type = out.dtype.element_ty
+    tl.store(out + h * stride_out + i, (x1 * c - x2 * s).to(out_type), mask=real)
+    tl.store(out + h * stride_out + HALF + i, (x2 * c + x1 * s).to(out_type), mask=real)
     if REST > 0:
-        r = tl.arange(0, BLOCK_REST)[None, :]
-        tl.store(out + h * stride_head + 2 * HALF + r, rest.to(dtype), mask=(h < heads) & (r < REST))
+        tl.store(out + h * stride_out + 2 * HALF + r, rest.to(out_type), mask=(h < heads) & (r < REST))
 
 
 @triton.jit
@@ -141,12 +129,10 @@ def _rope_kernel(
     position = tl.load(positions + token).to(tl.int64)
     c, s = cos + position * HALF, sin + position * HALF
     if tl.program_id(1) == 0:
-        y1, y2, rest = _rope_heads(
-            q + token * stride_qt, stride_qh, HEADS, q_weight, eps, c, s, HALF, REST, Q_NORM, BLOCK_Q, BLOCK_HALF,
-            BLOCK_REST,
+        _rope_heads(
+            q + token * stride_qt, stride_qh, q_out + token * (HEADS * HEAD_DIM), HEAD_DIM, HEADS, q_weight, eps, c, s,
+            HALF, REST, Q_NORM, BLOCK_Q, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
-        out = q_out + token * (HEADS * HEAD_DIM)
-        _store_heads(out, HEAD_DIM, HEADS, y1, y2, rest, HALF, REST, BLOCK_Q, BLOCK_HALF, BLOCK_REST)
     else:
         where = tl.load(slot_mapping + token).to(tl.int64)
         offset = where // PAGE * stride_page + where % PAGE * HEAD_DIM
@@ -155,13 +141,10 @@ def _rope_kernel(
         real = (h < KV_HEADS) & (d < HEAD_DIM)
         value = tl.load(v + token * stride_vt + h * stride_vh + d, mask=real, other=0.0)
         tl.store(v_cache + offset + h * (PAGE * HEAD_DIM) + d, value.to(v_cache.dtype.element_ty), mask=real)
-        y1, y2, rest = _rope_heads(
-            k + token * stride_kt, stride_kh, KV_HEADS, k_weight, eps, c, s, HALF, REST, K_NORM, BLOCK_KV, BLOCK_HALF,
-            BLOCK_REST,
+        _rope_heads(
+            k + token * stride_kt, stride_kh, k_cache + offset, PAGE * HEAD_DIM, KV_HEADS, k_weight, eps, c, s, HALF,
+            REST, K_NORM, BLOCK_KV, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
-        _store_heads(
-            k_cache + offset, PAGE * HEAD_DIM, KV_HEADS, y1, y2, rest, HALF, REST, BLOCK_KV, BLOCK_HALF, BLOCK_REST
-        )
 
 
 def rope_and_kv_write(

@@ -77,7 +77,7 @@ def filter_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     last = ordered.gather(1, (count - 1)[:, None])
     kept.masked_fill_(kept < last, float("-inf"))
     best = ordered[:, :1]
-    floor = torch.where(min_p > 0, min_p.clamp(min=1e-38).log(), float("-inf"))
+    floor = torch.where(min_p > 0, min_p.clamp(min=1e-30).log(), float("-inf"))
     return kept.masked_fill_(kept < best + floor[:, None], float("-inf"))
 
 
@@ -157,7 +157,7 @@ def sample(logits: Tensor, params: SamplingRows) -> Sampled:
     )
     filters = (params.seed, params.position, params.temperature, params.top_k, params.top_p, params.min_p)
     scan_kernel[(rows, blocks)](
-        logits, logits.stride(0), vocab, blocks, *filters, stats, sub_max, BLOCK=block, SUB=sub, num_warps=4
+        logits, logits.stride(0), vocab, blocks, *filters, stats, sub_max, BLOCK=block, SUB=sub, num_warps=8
     )
     finish_kernel[(rows,)](
         logits,

@@ -203,7 +203,7 @@ def finish_kernel(
         # 2. do the candidates hold every token that the filters keep?
         by_count = (k > 0) & (found >= tl.minimum(k, vocab))
         by_mass = (p < 1.0) & (k <= 0) & (tl.sum(weight, 0) >= p * whole)
-        scaled_floor = peak + tl.log(tl.maximum(low, 1e-38))
+        scaled_floor = peak + tl.log(tl.maximum(low, 1e-30))
         by_floor = (low > 0.0) & (_key(scaled_floor) >= tl.min(tl.where(held, key, 0x7FFFFFFF), 0))
         enough = (found <= CAP) & (by_count | by_mass | by_floor)
         limit = -0x7FFFFFFF - 1

@@ -18,6 +18,7 @@ import torch
 
 from aspire.errors import InputError, check_keys
 from aspire.fileio import read_json
+from aspire_kernels._triton import next_power_of_2
 
 SPARSE, VERIFY, PREFILL = 0, 1, 2
 """Classes of rows, see `aspire_kernels.attention.plan`."""
@@ -88,13 +89,14 @@ def load_table(gpu: str) -> tuple[TunedPoint, ...]:
 def default_tile(kind: int, head_dim: int, itemsize: int, block_m: int, items: int, kv_tokens: int, sms: int) -> Tile:
     """A choice that fits any GPU: about 16 KiB of K and V in a tile, three stages deep, work cut where items are
     few."""
-    row_bytes = 2 * max(64, head_dim) * itemsize
+    row_bytes = 2 * max(64, next_power_of_2(head_dim)) * itemsize
     if kind == PREFILL:
         return Tile(block_m, 64 if row_bytes <= 512 else 32, 8 if block_m >= 128 and head_dim >= 128 else 4, 3, 2)
     block_n = max(16, min(64, 32768 // row_bytes))
     if kind == SPARSE:
         return Tile(block_m, block_n, 4, 3, 4, split=items < 2 * sms and kv_tokens > 1024)
-    return Tile(block_m, block_n, 4, 3, 2 if block_m > 32 else 4)
+    warps = 8 if block_m >= 128 and head_dim >= 128 else 4
+    return Tile(block_m, block_n, warps, 3, 2 if block_m > 32 else 4)
 
 
 def _distance(point: TunedPoint, items: int, kv_tokens: int) -> float:
