@@ -79,6 +79,16 @@ def worth_drafting(survival: Floats, upcoming: Floats, price: Floats | float, ra
     return np.asarray((gain > rate * spent).any(axis=1))
 
 
+def draft_price(row: Floats, token: Floats, shared: float, requests: int) -> Floats:
+    """[n] time that one more draft costs: its ``row`` [n], its ``token`` [n] to verify, and its share of the step.
+
+    ``shared``: what a step takes whoever is in it (weights, launches, host), carried by all ``requests`` alike. A request
+    that drafts once more commits one step later; priced by its row alone a small batch drafts until it is slower than
+    autoregressive decoding (docs/goodput.md).
+    """
+    return np.asarray(row + token + shared / max(requests, 1))
+
+
 def best_rate(acceptance: float, price: float, d_max: int) -> float:
     """max over g of E(g) / (1 + price g): the rate to start from when nothing was observed (DESIGN section 2)."""
     tokens = np.cumsum(np.power(acceptance, np.arange(d_max + 1)))

@@ -202,10 +202,8 @@ def ablate(recordings: Sequence[Recording], changes: dict[str, Any]) -> dict[str
 
 
 def compare_share(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """Evidence entry: a draft priced with its share of the step over one priced by its own row alone; same text, T >
-    0.
-    """
-    lines = []
+    """Evidence entry: drafts priced with their share of the step over drafts priced by their row; same text, T > 0."""
+    lines: list[dict[str, Any]] = []
     for recording in (one for one in recordings if one.temperature > 0):
         requests, half, total = recording.accepted.shape[1], recording.half, len(recording.accepted)
         for c, v, share in SHARES:

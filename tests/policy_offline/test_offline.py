@@ -12,6 +12,7 @@ from aspire.errors import InputError
 from aspire_simulator.offline import (
     PRICES,
     Recording,
+    compare_share,
     evaluate_cell,
     gap_ratios,
     load_recordings,
@@ -102,6 +103,13 @@ def test_same_text_replay_writes_the_same_tokens_for_every_rule(length: int) -> 
 def test_goodput_beats_the_paper_where_margins_tell() -> None:
     cells = [evaluate_cell(synthetic(40, 16, seed=seed), c, v) for seed in (1, 2) for c, v in PRICES]
     assert ratios(cells).mean() > 1.03
+
+
+def test_pricing_the_share_of_the_step_pays_most_where_the_share_is_large() -> None:
+    cells = compare_share([synthetic(40, 16, seed=1)])["detail"]["cells"]
+    gains = {cell["share"]: cell["rate_with_share"] / cell["rate_marginal_only"] for cell in cells}
+    assert gains[0.80] > 1.1 and gains[0.80] > gains[0.02]
+    assert cells[-1]["rate_with_share"] >= 0.97  # one verification a token earns 1.0
 
 
 def test_evidence_file_holds_the_goal_and_its_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

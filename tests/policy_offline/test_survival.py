@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aspire.errors import InputError, UsageError
-from aspire.scheduler.survival import RateTracker, SurvivalModel, SurvivalParams, best_rate, worth_drafting
+from aspire.scheduler.survival import RateTracker, SurvivalModel, SurvivalParams, best_rate, draft_price, worth_drafting
 
 D_MAX = 6
 margins = st.floats(0.0, 30.0, allow_nan=False)
@@ -219,6 +219,15 @@ def test_worth_drafting_compares_gain_with_price() -> None:
     step = np.array([[3.5, 0.1, 0.1, 0.1]])
     assert not worth_drafting(np.ones(1), np.array([[1.0]]), step[:, :1], 1.0)[0]
     assert worth_drafting(np.ones(1), np.ones((1, 4)), step, 1.0)[0]
+
+
+def test_a_draft_bears_its_share_of_the_step() -> None:
+    """One request alone: a draft step costs the whole step, so a rate near 1 / step leaves no room to draft on doubt."""
+    row, token = np.array([0.01]), np.array([0.01])
+    chance = np.array([[0.7]])
+    assert worth_drafting(np.ones(1), chance, draft_price(row, token, 0.0, 1), 1.1)[0]
+    assert not worth_drafting(np.ones(1), chance, draft_price(row, token, 0.8, 1), 1.1)[0]
+    assert worth_drafting(np.ones(1), chance, draft_price(row, token, 0.8, 64), 1.1)[0]
 
 
 def test_rate_tracker_starts_from_the_prior_and_follows_the_batch() -> None:
