@@ -5,7 +5,7 @@
 | paper | b0 + b1 query_tokens + b2 (sparse + full KV tokens): arXiv 2609.17943 |
 | linear | every feature its own price, one straight line each |
 | roofline | piecewise linear in GEMM tokens (weights, then compute) and KV tokens (latency, then bandwidth) |
-| staircase | roofline with a GEMM time for every sampled size: it may fall where a library picks a better kernel |
+| staircase | roofline with a deviation for every GEMM size: a larger one may be faster when its kernel is better |
 | overlap | the larger of host work and roofline device work: steps of small models wait for the host |
 | table | linear times an interpolation between measured cells |
 `*-ols` are the same terms by ordinary least squares on seconds: for comparison only, never kept.
@@ -162,8 +162,7 @@ def _sum_form(name: str, title: str, terms: Callable[[Floats], list[Ramp]], *, o
 
 
 def _fit_staircase(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
-    other = [term for term in roofline_terms(features) if term.variable not in ("one", "padded_tokens")]
-    return fit_staircase(other, features, seconds, weights)
+    return fit_staircase(roofline_terms(features), features, seconds, weights)
 
 
 def _fit_table(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
@@ -177,7 +176,7 @@ FORMS: dict[str, Form] = {
         _sum_form("paper", "three terms of the paper, relative error", paper_terms),
         _sum_form("linear", "one price per feature", linear_terms),
         _sum_form("roofline", "piecewise linear in GEMM and KV tokens", roofline_terms),
-        Form("staircase", "roofline with a GEMM time per size", _fit_staircase, monotone=False, handicap=1.1),
+        Form("staircase", "roofline with a deviation per GEMM size", _fit_staircase, monotone=False, handicap=1.1),
         Form("overlap", "max of host and roofline device work", fit_overlap),
         Form("table", "linear x interpolation between cells", _fit_table, monotone=False, handicap=1.25),
         _sum_form("paper-ols", "three terms, ordinary least squares", paper_terms, ols=True),

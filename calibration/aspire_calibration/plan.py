@@ -125,15 +125,16 @@ def profile_plan(limits: PlanLimits, *, seed: int = 0, levels: int = 4, with_pre
     """
     generator = np.random.default_rng(seed)
     by_regime: list[list[Cell]] = []
-    for axes, build in _regimes(limits, with_prefill).values():
+    for name, (axes, build) in _regimes(limits, with_prefill).items():
         leveled = []
         for indices in itertools.product(*(range(len(axis)) for axis in axes)):
             level = max(refinement_level(index, len(axis)) for index, axis in zip(indices, axes, strict=True))
-            if level <= levels:
+            if level <= levels or name == "sizes":  # a GEMM time is not to be guessed from its neighbours
                 cell = build(*(axis[index] for index, axis in zip(indices, axes, strict=True)))
                 leveled.append((level, generator.random(), cell))
         leveled.sort(key=lambda item: item[:2])
-        by_regime.append([cell for _, _, cell in leveled[:MAX_CELLS_PER_REGIME]])
+        cells = [cell for _, _, cell in leveled[:MAX_CELLS_PER_REGIME]]
+        by_regime += [cells[::2], cells[1::2]] if name == "sizes" else [cells]  # two of them in every turn
     in_turn = [cell for turn in itertools.zip_longest(*by_regime) for cell in turn if cell is not None]
     grid = _unique(limits, in_turn)
     return _interleave(limits, grid, _off_grid(limits, generator, with_prefill))

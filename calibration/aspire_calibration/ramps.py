@@ -19,6 +19,8 @@ from aspire.errors import InputError, check_choice, check_keys
 from aspire.scheduler.features import Floats
 from aspire_calibration.variables import VARIABLES, variable_rows
 
+LONG_CHAIN = 8  # so many ramps on one variable are evaluated as one interpolation
+
 
 @dataclass(frozen=True)
 class Ramp:
@@ -137,6 +139,12 @@ class _Compiled:
                     bent.setdefault(term, np.zeros(count))[b] += slope
         self.names = sorted({*linear, *(term.variable for term in bent)})
         position = {name: index for index, name in enumerate(self.names)}
+        self.curves: list[_Curve] = []
+        for name in self.names:
+            chained = {term: values for term, values in bent.items() if term.variable == name}
+            if len(chained) >= LONG_CHAIN:
+                self.curves.append(_Curve(position[name], chained))
+                bent = {term: values for term, values in bent.items() if term not in chained}
         self.linear = np.zeros((count, len(self.names)))
         for name, values in linear.items():
             self.linear[:, position[name]] = values
@@ -155,4 +163,27 @@ class _Compiled:
             np.maximum(ramps, 0.0, out=ramps)
             np.minimum(ramps, self.width, out=ramps)
             out += self.bent @ ramps
+        for curve in self.curves:
+            curve.add_to(out, values)
         return np.asarray(out[0] if len(out) == 1 else out.max(axis=0))
+
+
+class _Curve:
+    """Many ramps on one variable as one interpolated curve per branch."""
+
+    def __init__(self, position: int, chained: dict[Ramp, Floats]) -> None:
+        self.position = position
+        edges = sorted({0.0, *(t.start for t in chained), *(t.stop for t in chained if t.stop < np.inf)})
+        self.edges = np.array(edges)
+        slopes = np.stack(list(chained.values()), axis=1)  # [branches, ramps]
+        start = np.array([[term.start] for term in chained])
+        width = np.array([[term.stop - term.start] for term in chained])
+        self.heights = slopes @ np.minimum(np.maximum(self.edges - start, 0.0), width)  # [branches, edges]
+        self.beyond = slopes @ (width[:, 0] == np.inf)  # [branches]: slope after the last edge
+
+    def add_to(self, out: Floats, values: Floats) -> None:
+        at = values[self.position]
+        past = np.maximum(at - self.edges[-1], 0.0)
+        for row, heights, slope in zip(out, self.heights, self.beyond, strict=True):
+            row += np.interp(at, self.edges, heights)
+            row += slope * past

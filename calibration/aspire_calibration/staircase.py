@@ -1,8 +1,9 @@
-"""The staircase form: one GEMM time per graph bucket, free to rise and fall, tied to its neighbours.
+"""The staircase form: a monotone roofline plus a small deviation of its own for every GEMM size.
 
-Libraries pick another GEMM kernel at every size, so a step of 48 tokens may take longer than one of 64. The curve over
-padded tokens is linear between sampled sizes with values >= 0; pseudo-observations ask every inner value to lie on the
-line between its neighbours, so that a size seen once or twice cannot follow its own noise.
+Libraries pick another GEMM kernel at every size, so a step of 48 tokens may take longer than one of 64. On top of the
+roofline's curve over padded tokens every sampled size gets a deviation, up or down, that fades linearly to the next size
+and beyond the largest one to nothing: there the roofline extrapolates. Each deviation is held to zero by a
+pseudo-observation, so that a size seen once or twice cannot follow its own noise.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from aspire_calibration.variables import INDEX
 
 STIFFNESS = 0.3  # weight of a pseudo-observation against a sample
 MOST_SIZES = 96
+FADE = 1.25  # beyond the largest size the deviation is gone after this factor
 
 
 def sizes_of(padded: Floats) -> Floats:
-    """Sampled sizes that become nodes of the curve: those with >= 2 samples and both ends, thinned geometrically."""
-    values, counts = np.unique(padded, return_counts=True)
-    keep = counts >= 2
-    keep[[0, -1]] = True
-    nodes = values[keep]
+    """Sampled sizes that get a deviation, at most `MOST_SIZES`."""
+    nodes = np.unique(padded[padded > 0])
     # Sizes closer than 2 % (unpadded prefill chunks) are one node: nothing in a GEMM tells them apart.
     out = [float(nodes[-1])]
     for node in nodes[-2::-1]:
@@ -33,45 +32,41 @@ def sizes_of(padded: Floats) -> Floats:
     return np.array(sorted({*out[::step], out[-1]}))
 
 
-def fit_staircase(other: list[Ramp], features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
-    """Ramps of ``other`` variables (no constant, none of padded tokens) plus the curve over padded tokens.
-
-    features: [len(FEATURES), steps], seconds: [steps].
-    """
+def fit_staircase(roofline: list[Ramp], features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
+    """``roofline`` terms with slopes >= 0 plus deviations per size. features: [len(FEATURES), steps], seconds: [steps]."""
     padded = features[INDEX["padded_tokens"]]
     nodes = sizes_of(padded)
-    curve = [Ramp("one")]
-    curve += [Ramp("padded_tokens", low, high) for low, high in zip(nodes, nodes[1:], strict=False)]
-    curve.append(Ramp("padded_tokens", float(nodes[-1])))
-    to_slopes = values_to_slopes(nodes)
-    matrix = np.hstack([design(other, features), design(curve, features) @ to_slopes])
-    penalty = np.zeros((max(len(nodes) - 1, 0), matrix.shape[1]))
-    for row, index in enumerate(range(1, len(nodes) - 1)):
-        share = (nodes[index] - nodes[index - 1]) / (nodes[index + 1] - nodes[index - 1])
-        near = seconds[np.argsort(np.abs(np.log(np.maximum(padded, 1.0) / nodes[index])))[:5]]
-        at = len(other) + index
-        penalty[row, at - 1 : at + 2] = np.array([share - 1.0, 1.0, -share]) * STIFFNESS / np.median(near)
-    if len(nodes) > 1:  # beyond the last size: the mean slope over the sizes above half of it
-        half = min(int(np.searchsorted(nodes, nodes[-1] / 2)), len(nodes) - 2)
-        run = nodes[-1] - nodes[half]
-        scale = run / np.median(seconds[padded >= nodes[half]])
-        penalty[-1, -1] = scale
-        penalty[-1, len(other) + len(nodes) - 1] -= scale / run
-        penalty[-1, len(other) + half] += scale / run
-    solved = nonnegative_relative(matrix, seconds, weights=weights, penalty=penalty)
-    slopes = [*solved[: len(other)], *(to_slopes @ solved[len(other) :])]
-    return RampModel((tuple(other) + tuple(curve),), (tuple(float(slope) for slope in slopes),))
+    edges = np.array([0.0, *nodes, FADE * nodes[-1]])
+    base = design(roofline, features)
+    hats = np.stack([np.interp(padded, edges, one) for one in np.eye(len(edges))[1:-1]], axis=1)
+    nearest = np.argsort(np.abs(np.log(np.maximum(padded, 1.0)[:, None] / nodes)), axis=0)[:5]
+    penalty = np.zeros((len(nodes), base.shape[1] + 2 * len(nodes)))
+    weight = STIFFNESS / np.median(seconds[nearest], axis=0)
+    penalty[:, base.shape[1] :] = np.hstack([np.diag(weight), -np.diag(weight)])
+    solved = nonnegative_relative(np.hstack([base, hats, -hats]), seconds, weights=weights, penalty=penalty)
+    up, down = solved[base.shape[1] :].reshape(2, -1)
+    return _with_deviations(roofline, solved[: len(roofline)], edges, np.array([0.0, *(up - down), 0.0]))
 
 
-def values_to_slopes(nodes: Floats) -> Floats:
-    """Matrix that turns [value at each node, slope beyond] into the ramps of the curve.
-
-    The ramps are [constant, slope of each segment, slope beyond].
-    """
-    count = len(nodes)
-    out = np.zeros((count + 1, count + 1))
-    out[0, 0] = 1.0
-    for index, width in enumerate(np.diff(nodes)):
-        out[index + 1, index : index + 2] = np.array([-1.0, 1.0]) / width
-    out[count, count] = 1.0
-    return out
+def _with_deviations(roofline: list[Ramp], slopes: Floats, edges: Floats, values: Floats) -> RampModel:
+    """One chain of ramps over padded tokens: the roofline's slope plus that of the deviations, between all their edges."""
+    terms, out = [], []
+    cuts = {float(edge) for edge in edges}
+    for term, slope in zip(roofline, slopes, strict=True):
+        if term.variable == "padded_tokens":
+            cuts |= {term.start, term.stop}
+        else:
+            terms.append(term)
+            out.append(float(slope))
+    ordered = sorted({*cuts, np.inf})
+    for low, high in zip(ordered, ordered[1:], strict=False):
+        own = sum(
+            float(slope)
+            for term, slope in zip(roofline, slopes, strict=True)
+            if term.variable == "padded_tokens" and term.start <= low < term.stop
+        )
+        if high <= edges[-1]:
+            own += float(np.subtract(*np.interp([high, low], edges, values))) / (high - low)
+        terms.append(Ramp("padded_tokens", low, high))
+        out.append(own)
+    return RampModel((tuple(terms),), (tuple(out),))

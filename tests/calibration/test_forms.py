@@ -12,7 +12,7 @@ from aspire.scheduler.features import StepFeatures
 from aspire_calibration.forms import FORMS, fitted_from_json, forms_named, knots
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative, ordinary
-from aspire_calibration.staircase import sizes_of, values_to_slopes
+from aspire_calibration.staircase import sizes_of
 from aspire_calibration.variables import INDEX, VARIABLES, variable_rows
 from tests.calibration.machine import measured_samples
 
@@ -129,6 +129,16 @@ def test_ramps():
     assert [term.name for term in terms] == ["one", "rows[0..4]", "rows[4..10]", "rows[10..]", "draft_rows[0..1]"]
 
 
+@given(st.lists(st.tuples(st.floats(0, 900), st.floats(1, 300), st.floats(-1, 1)), min_size=1, max_size=14), st.integers(0, 9))
+def test_a_long_chain_is_the_sum_of_its_ramps(ramps, last):
+    terms = [Ramp("rows", start, start + width) for start, width, _ in ramps] + [Ramp("rows", float(last))]
+    slopes = [slope for _, _, slope in ramps] + [0.5]
+    rows = np.array([0.0, 1.0, 7.5, 120.0, 1199.0, 5000.0])
+    at = StepFeatures.of(rows=rows).matrix().T
+    model = RampModel((tuple(terms), (Ramp("one"),)), (tuple(slopes), (3.0,)), ("a", "b"))
+    assert model.seconds(at) == pytest.approx(np.maximum(design(terms, at) @ np.array(slopes), 3.0), rel=1e-9, abs=1e-9)
+
+
 @given(st.lists(st.floats(1, 1e6), max_size=60), st.integers(1, 8))
 def test_knots_leave_samples_in_every_segment(values, most):
     data = np.array(values)
@@ -139,10 +149,9 @@ def test_knots_leave_samples_in_every_segment(values, most):
         assert not inner or len(np.unique(data[(data > low) & (data <= high)])) >= 3
 
 
-def test_staircase_nodes_and_slopes():
-    assert list(sizes_of(np.array([8, 8, 16, 16, 100, 101, 101, 300.0]))) == [8, 16, 101, 300]
-    nodes = np.array([8.0, 16.0, 32.0])
-    assert values_to_slopes(nodes) @ np.array([2.0, 4.0, 4.0, 0.5]) == pytest.approx([2.0, 0.25, 0.0, 0.5])
+def test_staircase_sizes():
+    assert list(sizes_of(np.array([0, 8, 8, 16, 16, 100, 101, 101, 300.0]))) == [8, 16, 101, 300]
+    assert len(sizes_of(1.05 ** np.arange(400))) <= 97
 
 
 def test_derived_variables_of_a_step_with_all_kinds_of_rows():
