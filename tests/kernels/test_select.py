@@ -16,7 +16,7 @@ SLOTS = 9
 def select(name: str, device: str, mass: torch.Tensor, kv_len: list[int], budget: PageBudget, width: int) -> list:
     rows = len(kv_len)
     table = torch.arange(1, SLOTS * mass.shape[-1] + 1, dtype=torch.int32).view(SLOTS, -1)
-    slot = torch.tensor([(3 * r + 1) % SLOTS for r in range(rows)], dtype=torch.int32)
+    slot = torch.tensor([(2 * r + 1) % SLOTS for r in range(rows)], dtype=torch.int32)
     chosen = torch.ones(rows, dtype=torch.int32)
     chosen[-1] = 0
     shapes = ((mass.shape[0], SLOTS, width), (SLOTS,), (SLOTS,))
