@@ -14,6 +14,7 @@ From samples to a cost model
 
 Is it true?
     validate_steps, ErrorReport, error_report, by_regime         predicted against observed
+    accuracy_rows, quick_profile_row, run_error_row              rows for evidence files (module reporting)
     figures (module)                                             drawn with matplotlib, imported only when used
 """
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from aspire_calibration.predict import LoadedCostModel, load_cost_model
     from aspire_calibration.profile import ProfileProgress, ProfileResult, plan_info, run_profile
     from aspire_calibration.refine import refiner
+    from aspire_calibration.reporting import accuracy_rows, comparison_table, quick_profile_row, run_error_row
     from aspire_calibration.samples import Sample, Samples, SamplesHeader, merge_samples, read_samples
     from aspire_calibration.score import ErrorReport, by_regime, error_report
     from aspire_calibration.validate import RunValidation, validate_steps
@@ -50,6 +52,7 @@ _WHERE = {
     **dict.fromkeys(("LoadedCostModel", "load_cost_model"), "predict"),
     **dict.fromkeys(("analytic_model", "scale_from", "HARDWARE", "MODELS", "Hardware", "ModelShape"), "analytic"),
     "OnlineCostModel": "online",
+    **dict.fromkeys(("accuracy_rows", "quick_profile_row", "run_error_row", "comparison_table"), "reporting"),
     **dict.fromkeys(("validate_steps", "RunValidation"), "validate"),
     **dict.fromkeys(("ErrorReport", "error_report", "by_regime"), "score"),
 }
@@ -72,10 +75,12 @@ __all__ = [
     "Sample",
     "Samples",
     "SamplesHeader",
+    "accuracy_rows",
     "analytic_model",
     "ar",
     "by_regime",
     "calibrate",
+    "comparison_table",
     "draft",
     "error_report",
     "load_cost_model",
@@ -85,9 +90,11 @@ __all__ = [
     "plan_info",
     "prefill",
     "profile_plan",
+    "quick_profile_row",
     "ragged",
     "read_samples",
     "refiner",
+    "run_error_row",
     "run_profile",
     "scale_from",
     "validate_steps",

@@ -136,6 +136,7 @@ class _Run:
 
     def _sample(self, cell: Cell) -> Sample:
         features = cell.features(self.header.graph_buckets)
+        begun = self.clock()
         times: list[float] = []
         try:
             for _ in range(MAX_CALLS):
@@ -143,12 +144,12 @@ class _Run:
                 if len(times) >= self.repeats and (relative_spread(times) <= NOISY or len(times) >= 3 * self.repeats):
                     break
         except CapacityError as error:
-            return Sample(cell, features, (), skipped=str(error))
+            return Sample(cell, features, (), skipped=str(error), took_s=self.clock() - begun)
         if len(times) < 3:
             raise EngineError(
                 f"timing {cell.key} gave {len(times)} repeats in {MAX_CALLS} calls; at least 3 are needed"
             )
-        return Sample(cell, features, tuple(times))
+        return Sample(cell, features, tuple(times), took_s=self.clock() - begun)
 
     def _timed(self, cell: Cell) -> list[float]:
         try:

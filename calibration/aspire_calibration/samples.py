@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from aspire.errors import InputError, MismatchError, check_keys
+from aspire.evidence import provenance
 from aspire.fileio import write_text_atomic
 from aspire.scheduler.features import FEATURES, Floats, StepFeatures
 from aspire_calibration.cells import Cell
@@ -41,6 +42,31 @@ class SamplesHeader:
     graph_buckets: tuple[int, ...] = ()
     page_size: int = 16
     command: str = ""  # informative: never compared
+
+    @classmethod
+    def of_this_machine(
+        cls,
+        model: dict[str, Any],
+        settings: dict[str, Any],
+        *,
+        num_pages: int,
+        graph_buckets: Sequence[int] = (),
+        page_size: int = 16,
+        command: str = "",
+    ) -> SamplesHeader:
+        """Header with the hardware, driver, clocks and library versions of this machine, as evidence files give them."""
+        here = provenance(command or None)
+        return cls(
+            hardware={"name": here["hardware"], "driver": here["driver"]},
+            model=model,
+            settings=settings,
+            versions={name: here[name] for name in ("torch", "triton", "numpy")},
+            clocks=here["clocks"] or {},
+            num_pages=num_pages,
+            graph_buckets=tuple(graph_buckets),
+            page_size=page_size,
+            command=here["command"],
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "version": VERSION, **asdict(self), "graph_buckets": list(self.graph_buckets)}
@@ -92,6 +118,7 @@ class Sample:
     features: StepFeatures  # 0-d
     repeats_s: tuple[float, ...]
     skipped: str = ""  # reason why the cell could not be measured; then there are no repeats
+    took_s: float = 0.0  # wall time that measuring the cell took, set-up and warm-up included
 
     @property
     def median_s(self) -> float:
@@ -110,7 +137,7 @@ class Sample:
             "cell": self.cell.to_json(),
         }
         if self.skipped:
-            return {**head, "skipped": self.skipped}
+            return {**head, "skipped": self.skipped, "took_s": self.took_s}
         features = {name: float(getattr(self.features, name)) for name in FEATURES}
         return {
             **head,
@@ -118,6 +145,7 @@ class Sample:
             "median_s": self.median_s,
             "spread": self.spread,
             "repeats_s": list(self.repeats_s),
+            "took_s": self.took_s,
         }
 
     @classmethod
@@ -130,7 +158,7 @@ class Sample:
             raise ValueError("no repeats_s")
         if not all(np.isfinite(value) and value > 0 for value in repeats):
             raise ValueError("repeats_s must be positive and finite")
-        return cls(cell, features, repeats, str(data.get("skipped", "")))
+        return cls(cell, features, repeats, str(data.get("skipped", "")), float(data.get("took_s", 0.0)))
 
 
 def relative_spread(repeats_s: Sequence[float]) -> float:
@@ -162,6 +190,16 @@ class Samples:
     def heldout(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """[samples]: True for the cells that the plan marked held-out."""
         return np.array([sample.cell.heldout for sample in self.measured], dtype=bool)
+
+    def within(self, budget_s: float) -> Samples:
+        """The cells that a profile of ``budget_s`` seconds would have measured: the first ones, by the time they took."""
+        spent, kept = 0.0, {}
+        for key, sample in self.by_key.items():
+            spent += sample.took_s
+            if spent > budget_s:
+                break
+            kept[key] = sample
+        return Samples(self.header, kept)
 
     def data_hash(self) -> str:
         """Short digest of features and repeats, independent of the order of lines."""

@@ -129,7 +129,10 @@ def test_ramps():
     assert [term.name for term in terms] == ["one", "rows[0..4]", "rows[4..10]", "rows[10..]", "draft_rows[0..1]"]
 
 
-@given(st.lists(st.tuples(st.floats(0, 900), st.floats(1, 300), st.floats(-1, 1)), min_size=1, max_size=14), st.integers(0, 9))
+@given(
+    st.lists(st.tuples(st.floats(0, 900), st.floats(1, 300), st.floats(-1, 1)), min_size=1, max_size=14),
+    st.integers(0, 9),
+)
 def test_a_long_chain_is_the_sum_of_its_ramps(ramps, last):
     terms = [Ramp("rows", start, start + width) for start, width, _ in ramps] + [Ramp("rows", float(last))]
     slopes = [slope for _, _, slope in ramps] + [0.5]
