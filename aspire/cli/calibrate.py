@@ -35,19 +35,26 @@ def command(
     scale_to: Annotated[
         str | None, typer.Option("--scale-to", help="Carry the model to this GPU by bandwidth and FLOP ratios.")
     ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option("--figure", help="Draw predicted against measured (png, svg, pdf).", show_default=False),
+    ] = None,
     seed: Seed = 0,
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Fit the latency cost model of a step and print its held-out error by regime."""
-    from aspire_calibration import analytic_model, calibrate, merge_samples, read_samples
+    from aspire_calibration import LoadedCostModel, analytic_model, calibrate, merge_samples, read_samples
     from aspire_calibration import scale_from as carry
+    from aspire_calibration.figures import calibration_figure
 
     console = Console(quiet=quiet, json=json)
     if (scale_from is None) != (scale_to is None):
         raise UsageError("--scale-from and --scale-to go together: the GPU of the samples and the GPU to carry them to")
     if (analytic is None) == (not samples):
         raise UsageError("give samples.jsonl files (made with: aspire profile), or --analytic HARDWARE, not both")
+    if figure is not None and (analytic is not None or scale_to is not None):
+        raise UsageError("--figure compares with samples; analytic and scaled models have none of their own")
     if analytic is not None:
         file = analytic_model(analytic, model)
     else:
@@ -60,6 +67,9 @@ def command(
     file.save(output)
     console.data(file.summary_text())
     console.wrote(output, f"{file.kind} cost model, form {file.form}")
+    if figure is not None:
+        calibration_figure(figure, LoadedCostModel(file), merged, title=str(file.hardware.get("name", "")))
+        console.wrote(figure, "predicted against measured")
     console.next(f"aspire simulate --cost-model {output}")
     missed = _missed(file.accuracy, max_mape)
     console.result({"cost_model": output, **_figures(file), "missed": missed})

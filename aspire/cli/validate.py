@@ -9,10 +9,14 @@ import typer
 
 from aspire.cli.console import Console
 from aspire.cli.options import Json, Quiet, existing_file
+from aspire.errors import UsageError
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories of generate, bench or simulate.")],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories of generate, bench or simulate.", show_default=False)
+    ] = None,
+    run: Annotated[list[Path] | None, typer.Option("--run", help="The same, as an option.", show_default=False)] = None,
     cost_model: Annotated[
         Path | None,
         typer.Option("--cost-model", help="Predict with this model instead of the one in the run.", show_default=False),
@@ -30,8 +34,11 @@ def command(
 
     console = Console(quiet=quiet, json=json)
     prices = _open(cost_model, console) if cost_model else None
+    paths = [*(runs or ()), *(run or ())]
+    if not paths:
+        raise UsageError("give at least one run directory, made by: aspire generate, bench or simulate")
     reports: list[dict[str, Any]] = []
-    for path in runs:
+    for path in paths:
         console.say(f"replaying {path}")
         check = validate_run(path, prices)
         steps = _step_times(path, prices)
@@ -50,7 +57,7 @@ def command(
     if output is not None:
         write_json_atomic(output, document)
         console.wrote(output, "validation report")
-    console.next(f"aspire report {' '.join(map(str, runs))}")
+    console.next(f"aspire report {' '.join(map(str, paths))}")
     console.result(document)
     if strict and not passed:
         raise typer.Exit(1)

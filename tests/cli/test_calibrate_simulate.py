@@ -53,7 +53,11 @@ def cost_model(samples: Path) -> Path:
 
 
 def test_calibrate_prints_error_by_regime(samples: Path, tmp_path: Path) -> None:
-    done = run("calibrate", samples, "-o", tmp_path / "c.json", "--form", "linear", "--bootstrap", 0)
+    figure = tmp_path / "c.png"
+    done = run(
+        "calibrate", samples, "-o", tmp_path / "c.json", "--form", "linear", "--bootstrap", 0, "--figure", figure
+    )
+    assert figure.read_bytes().startswith(b"\x89PNG")
     assert done.code == 0, done.err
     assert all(word in done.out for word in ("MAPE", "P90", "bias", "draft", "verify"))
 
@@ -211,7 +215,7 @@ def test_validate_accepts_a_simulated_run_and_notices_a_wrong_cost_model(cost_mo
     assert json.loads((tmp_path / "v.json").read_text(encoding="utf-8")) == report
     other = tmp_path / "h200.json"
     assert run("calibrate", "--analytic", "h200", "-o", other).code == 0
-    done = run("validate", one, "--cost-model", other, "--strict")
+    done = run("validate", "--run", one, "--cost-model", other, "--strict")
     assert done.code == 1 and "WARN" in done.out
     assert run("validate", one, "--cost-model", other).code == 0
 
@@ -219,7 +223,7 @@ def test_validate_accepts_a_simulated_run_and_notices_a_wrong_cost_model(cost_mo
 def test_validate_bad_input(tmp_path: Path) -> None:
     assert_one_error(run("validate", tmp_path / "none"), 1, "run directory", "does not exist")
     assert_one_error(run("validate", tmp_path), 1, "config.json")
-    assert_one_error(run("validate"), 2, "missing argument")
+    assert_one_error(run("validate"), 2, "run directory")
 
 
 def test_sweep_writes_cells_resumes_and_names_failures(cost_model: Path, tmp_path: Path) -> None:
