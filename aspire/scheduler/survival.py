@@ -82,9 +82,9 @@ def worth_drafting(survival: Floats, upcoming: Floats, price: Floats | float, ra
 def draft_price(row: Floats, token: Floats, shared: float, requests: int) -> Floats:
     """[n] time that one more draft costs: its ``row`` [n], its ``token`` [n] to verify, and its share of the step.
 
-    ``shared``: what a step takes whoever is in it (weights, launches, host), carried by all ``requests`` alike. A request
-    that drafts once more commits one step later; priced by its row alone a small batch drafts until it is slower than
-    autoregressive decoding (docs/goodput.md).
+    ``shared``: what a step takes whoever is in it (weights, launches, host), carried by all ``requests`` alike. A
+    request that drafts once more commits one step later; priced by its row alone a small batch drafts until it is
+    slower than autoregressive decoding (docs/goodput.md).
     """
     return np.asarray(row + token + shared / max(requests, 1))
 

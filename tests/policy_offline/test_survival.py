@@ -222,7 +222,7 @@ def test_worth_drafting_compares_gain_with_price() -> None:
 
 
 def test_a_draft_bears_its_share_of_the_step() -> None:
-    """One request alone: a draft step costs the whole step, so a rate near 1 / step leaves no room to draft on doubt."""
+    """Alone, a request pays the whole step for a draft, so a rate near 1 / step leaves no room to draft on doubt."""
     row, token = np.array([0.01]), np.array([0.01])
     chance = np.array([[0.7]])
     assert worth_drafting(np.ones(1), chance, draft_price(row, token, 0.0, 1), 1.1)[0]
