@@ -96,7 +96,7 @@ def quick_profile_row(profiles: Mapping[str, Samples], budget_s: float = QUICK_B
 
 
 def run_error_row(runs: Mapping[str, RunValidation]) -> dict[str, Any]:
-    """``calib.run_error_max``: |predicted - observed| / observed decode time, the worst of the runs; the detail has all."""
+    """``calib.run_error_max``: |predicted - observed| / observed decode time, the worst of the runs."""
     if not runs:
         raise InputError("no runs given; validate at least one run directory")
     errors = {name: run.signed_run_error for name, run in runs.items()}

@@ -35,7 +35,7 @@ class SamplesHeader:
 
     hardware: dict[str, Any]  # at least "name"; also driver, memory_bytes
     model: dict[str, Any]  # name and shape: layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, dtype
-    settings: dict[str, Any]  # attention back end, selector, eager or graphs, block size, tensor parallel size, ...
+    settings: dict[str, Any]  # attention back end, selector, eager or graphs, tensor parallel size, ...
     versions: dict[str, Any] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)  # informative: never compared
     num_pages: int | None = None
@@ -54,7 +54,7 @@ class SamplesHeader:
         page_size: int = 16,
         command: str = "",
     ) -> SamplesHeader:
-        """Header with the hardware, driver, clocks and library versions of this machine, as evidence files give them."""
+        """Header with the hardware, driver, clocks and library versions of this machine, as in evidence files."""
         here = provenance(command or None)
         return cls(
             hardware={"name": here["hardware"], "driver": here["driver"]},
@@ -192,7 +192,7 @@ class Samples:
         return np.array([sample.cell.heldout for sample in self.measured], dtype=bool)
 
     def within(self, budget_s: float) -> Samples:
-        """The cells that a profile of ``budget_s`` seconds would have measured: the first ones, by the time they took."""
+        """The cells that a profile of ``budget_s`` seconds would have measured: the first ones, by time taken."""
         spent, kept = 0.0, {}
         for key, sample in self.by_key.items():
             spent += sample.took_s

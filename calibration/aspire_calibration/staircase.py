@@ -1,8 +1,8 @@
 """The staircase form: a monotone roofline plus a small deviation of its own for every GEMM size.
 
 Libraries pick another GEMM kernel at every size, so a step of 48 tokens may take longer than one of 64. On top of the
-roofline's curve over padded tokens every sampled size gets a deviation, up or down, that fades linearly to the next size
-and beyond the largest one to nothing: there the roofline extrapolates. Each deviation is held to zero by a
+roofline's curve over padded tokens every sampled size gets a deviation, up or down, that fades linearly to the next
+size and beyond the largest one to nothing: there the roofline extrapolates. Each deviation is held to zero by a
 pseudo-observation, so that a size seen once or twice cannot follow its own noise.
 """
 
@@ -33,7 +33,7 @@ def sizes_of(padded: Floats) -> Floats:
 
 
 def fit_staircase(roofline: list[Ramp], features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
-    """``roofline`` terms with slopes >= 0 plus deviations per size. features: [len(FEATURES), steps], seconds: [steps]."""
+    """``roofline`` terms, slopes >= 0, plus deviations per size. features: [len(FEATURES), steps], seconds: [steps]."""
     padded = features[INDEX["padded_tokens"]]
     nodes = sizes_of(padded)
     edges = np.array([0.0, *nodes, FADE * nodes[-1]])
@@ -49,7 +49,7 @@ def fit_staircase(roofline: list[Ramp], features: Floats, seconds: Floats, weigh
 
 
 def _with_deviations(roofline: list[Ramp], slopes: Floats, edges: Floats, values: Floats) -> RampModel:
-    """One chain of ramps over padded tokens: the roofline's slope plus that of the deviations, between all their edges."""
+    """One chain of ramps over padded tokens: the roofline's slope plus that of the deviations, edge to edge."""
     terms, out = [], []
     cuts = {float(edge) for edge in edges}
     for term, slope in zip(roofline, slopes, strict=True):

@@ -33,7 +33,7 @@ def test_the_value_is_the_worst_profile_and_the_detail_holds_all():
 
 
 def test_models_without_held_out_error_are_refused():
-    with pytest.raises(InputError, match="what-if is a analytic cost model without held-out error"):
+    with pytest.raises(InputError, match="what-if is a cost model of kind analytic, without held-out"):
         accuracy_rows({"what-if": analytic_model("h100", "qwen3-8b")})
     with pytest.raises(InputError, match="no cost models"):
         accuracy_rows({})
