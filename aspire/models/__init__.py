@@ -6,15 +6,14 @@
     Decoder, Attend  the forward pass over flattened tokens                     decoder.py
     DenseAttend      plain causal attention over one sequence (the oracle)      decoder.py
     rope_tables, apply_rope  rotary embedding, reference                        rope.py
-    Ops, TorchOps    elementwise operations that fused kernels replace          ops.py
+    Ops              elementwise operations, given by a back end of kernels/    decoder.py
 """
 
 from __future__ import annotations
 
 from aspire.models.config import ModelConfig, RopeScaling
-from aspire.models.decoder import Attend, Decoder, DecoderWeights, DenseAttend, LayerWeights
+from aspire.models.decoder import Attend, Decoder, DecoderWeights, DenseAttend, LayerWeights, Ops
 from aspire.models.loader import LoadedModel, find_model, load_model, resolve_dtype
-from aspire.models.ops import Ops, TorchOps
 from aspire.models.presets import PRESETS
 from aspire.models.rope import apply_rope, rope_tables
 
@@ -29,7 +28,6 @@ __all__ = [
     "ModelConfig",
     "Ops",
     "RopeScaling",
-    "TorchOps",
     "apply_rope",
     "find_model",
     "load_model",

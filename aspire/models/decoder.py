@@ -1,12 +1,13 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3 over flattened tokens.
 
 The decoder knows nothing of batches, masks or caches: tokens of all requests lie in one dimension, and attention is a
-callable that the engine gives. Inference only. No host synchronisation and no shape that depends on values, so that a
-forward can be captured in a CUDA graph.
+callable that the engine gives; elementwise operations come from a back end of `aspire_kernels`. Inference only. No host
+synchronisation and no shape that depends on values, so that a forward can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 
 from aspire.models.config import ModelConfig
-from aspire.models.ops import Ops, TorchOps
 from aspire.models.rope import apply_rope, rope_tables
+from aspire_kernels.backend import REFERENCE
 
 
 class Attend(Protocol):
@@ -25,12 +26,29 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """Rotate q and k, store k and v, attend; returns [tokens, heads, head_dim] in the dtype of q.
 
-        ``q`` [tokens, heads, head_dim] and ``k``, ``v`` [tokens, kv_heads, head_dim] come AFTER q/k norm and BEFORE
-        rope: applying rope (`aspire.models.rope.apply_rope` is the reference) is the callee's work, so that it can be
-        fused with the KV write. q, k, v are views of one qkv buffer, contiguous in the last two dimensions only; with
-        q/k norm, q and k are tensors of their own. ``positions`` [tokens] is what `Decoder.forward` was given.
+        ``q`` [tokens, heads, head_dim] and ``k``, ``v`` [tokens, kv_heads, head_dim] come BEFORE rope: applying it
+        (`aspire.models.rope.apply_rope` is the reference) is the callee's work, so that it can be fused with the KV
+        write. They come AFTER q/k norm, unless `Decoder.qk_norm_in_attend` is set: then that too is the callee's work,
+        with the ``q_norm`` and ``k_norm`` of the layer's weights. q, k, v may be views of one qkv buffer, contiguous
+        in their last two dimensions only. ``positions`` [tokens] is what `Decoder.forward` was given.
         """
         ...
+
+
+class Ops(Protocol):
+    """Elementwise operations; every `aspire_kernels.backend.Backend` has them. No host synchronisation."""
+
+    @property
+    def rms_norm(self) -> Callable[..., Tensor]:
+        """``(x [rows, width], weight [width], eps)`` -> x over its root mean square, times weight; dtype of x."""
+
+    @property
+    def add_rms_norm(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """``(x, residual, weight, eps)`` -> (norm of residual, residual) after ``residual += x``, in place or not."""
+
+    @property
+    def silu_mul(self) -> Callable[..., Tensor]:
+        """``(gate_up [tokens, 2 * width])``, gate beside up -> silu(gate) * up, [tokens, width]."""
 
 
 @dataclass
@@ -60,12 +78,13 @@ class DecoderWeights:
 
 
 class Decoder:
-    """A config, its weights, and the forward pass."""
+    """A config, its weights, and the forward pass. ``ops`` may be replaced, e.g. by `get_backend("triton")`."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops | None = None) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops = REFERENCE) -> None:
         self.config = config
         self.weights = weights
-        self.ops: Ops = ops or TorchOps()
+        self.ops = ops
+        self.qk_norm_in_attend = False  # True: `Attend` normalises q and k itself, fused with rope
 
     @property
     def device(self) -> torch.device:
@@ -83,25 +102,26 @@ class Decoder:
         x = ops.rms_norm(residual, self.weights.layers[0].input_norm, eps)
         for index, layer in enumerate(self.weights.layers):
             x = linear(self._attention(index, layer, x, positions, attend), layer.output, layer.output_bias)
-            x, residual = ops.rms_norm(x, layer.mlp_norm, eps, residual)
+            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
             last = index + 1 == len(self.weights.layers)
             next_norm = self.weights.norm if last else self.weights.layers[index + 1].input_norm
-            x, residual = ops.rms_norm(x, next_norm, eps, residual)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Projections, q/k norm and ``attend``: [tokens, hidden] -> [tokens, q_size]."""
         config, tokens = self.config, x.shape[0]
-        qkv = linear(x, layer.qkv, layer.qkv_bias)
-        q, k, v = qkv.split((config.q_size, config.kv_size, config.kv_size), dim=-1)
-        q = q.view(tokens, config.num_heads, config.head_dim)
-        k = k.view(tokens, config.num_kv_heads, config.head_dim)
-        v = v.view(tokens, config.num_kv_heads, config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = self.ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = self.ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(tokens, -1, config.head_dim)
+        q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None and not self.qk_norm_in_attend:
+            q = self._head_norm(q, layer.q_norm)
+            k = self._head_norm(k, layer.k_norm)
         return attend(index, q, k, v, positions).reshape(tokens, config.q_size)
+
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm of every head of ``x`` [tokens, heads, head_dim] by itself."""
+        return self.ops.rms_norm(x.reshape(-1, x.shape[-1]), weight, self.config.rms_norm_eps).view(x.shape)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

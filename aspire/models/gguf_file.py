@@ -7,6 +7,7 @@ llama.cpp stores the rows of q and k of the llama architecture interleaved (its 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,15 +45,33 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 def open_gguf(path: Path) -> GGUFReader:
     """Open a GGUF file; raises `ModelError` when it is absent, broken, or the package ``gguf`` is not installed."""
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ImportError as error:
         raise ModelError("reading .gguf files needs the package gguf; install it with: pip install gguf") from error
     if not path.is_file():
         raise ModelError(f"GGUF file {path} does not exist; check the path")
     try:
-        return GGUFReader(str(path))
+        return _parse(path, path.stat().st_mtime_ns)
     except (ValueError, OSError, IndexError, KeyError) as error:
         raise ModelError(f"{path} is not a readable GGUF file ({error}); download it again") from error
+
+
+@lru_cache(maxsize=1)  # config, weights and tokenizer read the same file one after the other
+def _parse(path: Path, _mtime_ns: int) -> GGUFReader:
+    from gguf import GGUFReader
+
+    class PlainReader(GGUFReader):
+        """The package slices a numpy memmap for each string; a plain view of the mapping is three times faster."""
+
+        @property
+        def data(self) -> np.ndarray:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._plain = np.asarray(mapped)
+
+    return PlainReader(str(path))
 
 
 def metadata(reader: GGUFReader, key: str, default: Any = None) -> Any:

@@ -11,10 +11,10 @@ import torch
 from aspire.errors import ModelError, check_choice, did_you_mean
 from aspire.models import embedded, gguf_file
 from aspire.models.config import ModelConfig
-from aspire.models.decoder import Decoder, DecoderWeights
-from aspire.models.ops import Ops
+from aspire.models.decoder import Decoder, DecoderWeights, Ops
 from aspire.models.presets import PRESETS
 from aspire.models.weights import load_safetensors, random_weights
+from aspire_kernels.backend import REFERENCE
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -50,7 +50,7 @@ def load_model(
     load_format: str = "auto",
     *,
     seed: int = 0,
-    ops: Ops | None = None,
+    ops: Ops = REFERENCE,
 ) -> LoadedModel:
     """Load a model by alias (``smollm2-135m``), preset (dummy only), folder, .gguf file or hub id.
 
