@@ -28,7 +28,7 @@ class RowGroup:
     query_tokens: int  # per row; 1 for draft
     context_tokens: int  # per row: kv_len, the query tokens included
     sparse_tokens: int = 0  # per row: KV tokens that a draft row reads (selected pages and tail); 0 for other kinds
-    select: bool = False  # the step also computes the page mass of these rows
+    select: bool = False  # verify rows: the step also computes their page mass
 
     def __post_init__(self) -> None:
         check_choice("row kind", self.kind, KINDS)
@@ -38,6 +38,8 @@ class RowGroup:
             raise UsageError(f"context_tokens counts the query tokens too: it must be >= query_tokens, got {self}")
         if self.kind == "draft" and (self.query_tokens != 1 or not 1 <= self.sparse_tokens <= self.context_tokens):
             raise UsageError(f"a draft row has 1 query token and 1 <= sparse_tokens <= context_tokens, got {self}")
+        if self.select and self.kind != "verify":
+            raise UsageError(f"only verify rows select; that drafts do is a setting of the selector, got {self}")
         if self.kind != "draft" and self.sparse_tokens:
             raise UsageError(f"only draft rows have sparse_tokens, got {self}")
 
@@ -88,8 +90,19 @@ class Cell:
         """KV pages that the pool must hold."""
         return sum(group.count * -(-group.context_tokens // page_size) for group in self.groups)
 
-    def features(self, graph_buckets: Sequence[int] = ()) -> StepFeatures:
-        """Scalar features of the step; ``padded_tokens`` from the buckets (none: eager, no padding)."""
+    def features(
+        self,
+        graph_buckets: Sequence[int] = (),
+        *,
+        full_layer_share: float = 0.0,
+        select_layer_share: float = 1.0,
+    ) -> StepFeatures:
+        """Scalar features of the step as the scheduler would count them.
+
+        ``padded_tokens`` comes from the buckets (none: eager, no padding). ``full_layer_share``: share of layers that a
+        draft step runs with full attention, computing page mass there (refresh, delta); ``select_layer_share``: share
+        of layers whose page mass a selecting verification computes.
+        """
         total = dict.fromkeys(StepFeatures.__dataclass_fields__, 0.0)
         for group in self.groups:
             total["rows"] += group.count
@@ -97,7 +110,10 @@ class Cell:
             context = group.count * group.context_tokens
             if group.kind == "draft":
                 total["draft_rows"] += group.count
-                total["sparse_kv_tokens"] += group.count * group.sparse_tokens
+                total["sparse_kv_tokens"] += (1.0 - full_layer_share) * group.count * group.sparse_tokens
+                total["full_kv_tokens"] += full_layer_share * context
+                total["select_kv_tokens"] += full_layer_share * context
+                total["select_rows"] += group.count * (full_layer_share > 0)
             else:
                 total["full_kv_tokens"] += context
             if group.kind == "verify":
@@ -106,7 +122,7 @@ class Cell:
                 total["prefill_tokens"] += group.count * group.query_tokens
                 total["prefill_qkv"] += group.query_tokens * context
             if group.select:
-                total["select_kv_tokens"] += context
+                total["select_kv_tokens"] += select_layer_share * context
                 total["select_rows"] += group.count
         total["padded_tokens"] = float(padded_tokens(np.float64(total["query_tokens"]), bucket_array(graph_buckets)))
         return StepFeatures.of(**total)
@@ -151,9 +167,9 @@ def ar(rows: int, context: int) -> Cell:
     return Cell((RowGroup("verify", rows, 1, context),))
 
 
-def draft(rows: int, context: int, sparse: int, *, select: bool = False) -> Cell:
-    """Draft step; ``select`` when page mass is computed while drafting (refresh selectors)."""
-    return Cell((RowGroup("draft", rows, 1, context, min(sparse, context), select),))
+def draft(rows: int, context: int, sparse: int) -> Cell:
+    """Draft step whose rows read ``sparse`` KV tokens each."""
+    return Cell((RowGroup("draft", rows, 1, context, min(sparse, context)),))
 
 
 def verify(rows: int, context: int, drafted: int, *, select: bool = True) -> Cell:

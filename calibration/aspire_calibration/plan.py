@@ -61,7 +61,7 @@ class PlanLimits:
     sparse_ratio: float = 0.07
     sparse_min_tokens: int = 512
     select_verify: bool = True  # verification computes page mass (selectors seeded at verification)
-    select_draft: bool = False  # draft steps compute page mass (refresh selectors)
+    max_sparse_tokens: int | None = None  # most KV tokens that a draft row can list and read; None = its whole context
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "num_pages", "max_num_batched_tokens", "page_size"):
@@ -81,6 +81,7 @@ class PlanLimits:
             and cell.query_tokens <= self.max_num_batched_tokens
             and cell.pages(self.page_size) <= self.num_pages
             and all(group.context_tokens <= self.max_model_len for group in cell.groups)
+            and all(group.sparse_tokens <= (self.max_sparse_tokens or group.sparse_tokens) for group in cell.groups)
         )
 
     def context_for(self, rows: int, context: float, query_tokens: int = 1) -> int:
@@ -94,7 +95,8 @@ class PlanLimits:
 
     def sparse_for(self, context: int, scale: float = 1.0) -> int:
         """KV tokens a draft row reads under the budget rule of the selectors, times ``scale``."""
-        return max(1, min(context, int(scale * max(self.sparse_min_tokens, self.sparse_ratio * context))))
+        wanted = int(scale * max(self.sparse_min_tokens, self.sparse_ratio * context))
+        return max(1, min(context, wanted, self.max_sparse_tokens or context))
 
 
 def geometric(low: float, high: float, factor: float = 2.0) -> list[int]:
@@ -156,7 +158,7 @@ def _regimes(
     def draft_cell(count: float, context: float, scale: float) -> Cell:
         n = limits.rows_for(count, 1)
         length = limits.context_for(n, context)
-        return draft(n, length, limits.sparse_for(length, scale), select=limits.select_draft)
+        return draft(n, length, limits.sparse_for(length, scale))
 
     def verify_cell(count: float, context: float, tokens: float, select: bool = True) -> Cell:
         n = limits.rows_for(count, int(tokens) + 1)
@@ -173,7 +175,7 @@ def _regimes(
             if tokens
             else ar(n - drafting, length)
         )
-        return mixed(draft(drafting, length, sparse, select=limits.select_draft), checking)
+        return mixed(draft(drafting, length, sparse), checking)
 
     def prefill_cell(chunk: float, context: float) -> Cell:
         return prefill(int(chunk), limits.context_for(1, max(context, chunk), int(chunk)))

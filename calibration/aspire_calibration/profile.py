@@ -135,7 +135,7 @@ class _Run:
         return True
 
     def _sample(self, cell: Cell) -> Sample:
-        features = cell.features(self.header.graph_buckets)
+        features = self.header.features_of(cell)
         begun = self.clock()
         times: list[float] = []
         try:

@@ -64,7 +64,9 @@ def _moved(group: RowGroup, limits: PlanLimits, rows: float, context: float, tok
     if group.kind == "verify":
         query = min(query, limits.d_max + 1)
     length = min(limits.max_model_len, max(query, round(group.context_tokens * context)))
-    sparse = min(length, max(1, round(group.sparse_tokens * context))) if group.kind == "draft" else 0
+    sparse = 0
+    if group.kind == "draft":
+        sparse = min(length, limits.max_sparse_tokens or length, max(1, round(group.sparse_tokens * context)))
     return RowGroup(group.kind, count, query, length, sparse, group.select)
 
 

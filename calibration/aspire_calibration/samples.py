@@ -41,6 +41,8 @@ class SamplesHeader:
     num_pages: int | None = None
     graph_buckets: tuple[int, ...] = ()
     page_size: int = 16
+    full_layer_share: float = 0.0  # share of layers that a draft step runs with full attention (refresh, delta)
+    select_layer_share: float = 1.0  # share of layers whose page mass a selecting verification computes
     command: str = ""  # informative: never compared
 
     @classmethod
@@ -52,6 +54,8 @@ class SamplesHeader:
         num_pages: int,
         graph_buckets: Sequence[int] = (),
         page_size: int = 16,
+        full_layer_share: float = 0.0,
+        select_layer_share: float = 1.0,
         command: str = "",
     ) -> SamplesHeader:
         """Header with the hardware, driver, clocks and library versions of this machine, as in evidence files."""
@@ -65,6 +69,8 @@ class SamplesHeader:
             num_pages=num_pages,
             graph_buckets=tuple(graph_buckets),
             page_size=page_size,
+            full_layer_share=full_layer_share,
+            select_layer_share=select_layer_share,
             command=here["command"],
         )
 
@@ -85,12 +91,18 @@ class SamplesHeader:
             raise InputError(f"the header of {source} lacks {', '.join(missing)}; {REMAKE}")
         return cls(**{**values, "graph_buckets": tuple(values.get("graph_buckets", ()))})
 
+    def features_of(self, cell: Cell) -> StepFeatures:
+        """Features (0-d) of a cell in this setup."""
+        return cell.features(
+            self.graph_buckets, full_layer_share=self.full_layer_share, select_layer_share=self.select_layer_share
+        )
+
     def differences(self, other: SamplesHeader) -> list[str]:
         """``key: mine is not other's`` for all that decides step times; empty when the samples may be mixed."""
         found = []
         for part in ("hardware", "model", "settings", "versions"):
             found += dict_differences(part, getattr(self, part), getattr(other, part))
-        for part in ("num_pages", "graph_buckets", "page_size"):
+        for part in ("num_pages", "graph_buckets", "page_size", "full_layer_share", "select_layer_share"):
             if getattr(self, part) != getattr(other, part):
                 found.append(f"{part}: {_short(getattr(self, part))} is not {_short(getattr(other, part))}")
         return found
@@ -149,10 +161,10 @@ class Sample:
         }
 
     @classmethod
-    def from_json(cls, data: Any, buckets: Sequence[int]) -> Sample:
+    def from_json(cls, data: Any, header: SamplesHeader) -> Sample:
         """Inverse of `to_json`; features that the line lacks are derived from the cell."""
         cell = Cell.from_json(data["cell"], heldout=bool(data.get("heldout", False)))
-        features = StepFeatures.of(**data["features"]) if "features" in data else cell.features(buckets)
+        features = StepFeatures.of(**data["features"]) if "features" in data else header.features_of(cell)
         repeats = tuple(float(value) for value in data.get("repeats_s", ()))
         if not repeats and "skipped" not in data:
             raise ValueError("no repeats_s")
@@ -237,7 +249,7 @@ def _parse(path: Path) -> tuple[Samples, int]:
             if header is None:
                 header = SamplesHeader.from_json(data, f"samples file {path}")
                 continue
-            sample = Sample.from_json(data, header.graph_buckets)
+            sample = Sample.from_json(data, header)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"samples file {path}, line {number} is not a sample ({error}); remove the line or {REMAKE}"

@@ -22,7 +22,7 @@ limits_strategy = st.builds(
     max_num_batched_tokens=st.integers(1, 9000),
     d_max=st.integers(0, 20),
     graph_buckets=st.sampled_from([(), (1, 2, 4, 8, 16), (512,)]),
-    select_draft=st.booleans(),
+    max_sparse_tokens=st.none() | st.integers(1, 3000),
 )
 
 
@@ -78,6 +78,12 @@ def test_features_of_a_mixed_step():
     assert {name: float(getattr(f, name)) for name in FEATURES} == expected
 
 
+def test_features_are_those_of_the_scheduler_under_refresh_and_shared_lists():
+    f = mixed(draft(3, 1000, 512), verify(2, 2000, 4)).features(full_layer_share=0.25, select_layer_share=0.5)
+    assert f.sparse_kv_tokens == 0.75 * 1536 and f.full_kv_tokens == 4000 + 0.25 * 3000
+    assert f.select_kv_tokens == 0.5 * 4000 + 0.25 * 3000 and f.select_rows == 5
+
+
 def test_regimes():
     steps = [ar(4, 100), draft(4, 100, 50), verify(4, 100, 2), prefill(50, 100), mixed(ar(1, 50), draft(1, 50, 20))]
     assert [cell.regime for cell in steps] == ["ar", "draft", "verify", "prefill", "mixed"]
@@ -95,8 +101,8 @@ def test_ragged_keeps_rows_and_tokens_and_about_the_context(rows, context, sprea
 
 
 def test_keys_name_the_step_and_survive_json():
-    cell = mixed(draft(3, 1000, 512, select=True), verify(2, 2000, 4))
-    assert cell.key == "draft:3x1q1000c512s+ verify:2x5q2000c+"
+    cell = mixed(draft(3, 1000, 512), verify(2, 2000, 4))
+    assert cell.key == "draft:3x1q1000c512s verify:2x5q2000c+"
     assert Cell.from_json(cell.to_json()) == cell
 
 
@@ -107,6 +113,7 @@ def test_keys_name_the_step_and_survive_json():
         (("verify", 0, 1, 10), "count >= 1"),
         (("verify", 1, 11, 10), "counts the query tokens too"),
         (("draft", 1, 1, 10, 0), "1 <= sparse_tokens <= context_tokens"),
+        (("draft", 1, 1, 10, 5, True), "only verify rows select"),
         (("verify", 1, 1, 10, 5), "only draft rows have sparse_tokens"),
     ],
 )
