@@ -173,6 +173,7 @@ BOUND = {
     "rows": "overhead",
     "draft_rows": "overhead",
     "verify_rows": "overhead",
+    "full_rows": "overhead",
     "select_rows": "overhead",
     "query_tokens": "overhead",
     "logits_rows": "memory",

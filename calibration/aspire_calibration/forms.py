@@ -98,8 +98,8 @@ def roofline_terms(features: Floats) -> list[Ramp]:
     for name, most in curves.items():
         if any(term.variable == name for term in terms):
             out += chain(name, knots(features[INDEX[name]], most))
-    for name in ("draft_rows", "verify_rows", "prefill_tokens", "select_rows"):
-        values = features[INDEX[name]]
+    for name in ("draft_rows", "verify_rows", "full_rows", "prefill_tokens", "select_rows"):
+        values = variable_rows(features, [name])
         if np.any(values > 0) and np.any(values == 0):
             out.append(present(name))
     return out

@@ -27,6 +27,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "prefill_qkv": ("token^2", "query tokens x context of prefill rows, summed"),
     "select_kv_tokens": ("token", "context of rows whose page mass is computed"),
     "select_rows": ("row", "rows whose page mass is computed"),
+    "full_rows": ("row", "rows that read their whole context: verifying and prefill rows"),
     "kv_tokens": ("token", "sparse_kv_tokens + full_kv_tokens"),
     "logits_rows": ("row", "rows of logits: query_tokens - prefill_tokens + prefill rows"),
     "verify_kv_tokens": ("token", "context of verifying rows: full_kv_tokens less that of prefill rows"),
@@ -44,6 +45,8 @@ def variable_rows(features: Floats, names: Sequence[str]) -> Floats:
             row[:] = features[index]
         elif name == "one":
             row[:] = 1.0
+        elif name == "full_rows":
+            np.subtract(features[ROWS], features[DRAFT_ROWS], out=row)
         elif name == "kv_tokens":
             np.add(features[SPARSE_KV], features[FULL_KV], out=row)
         else:
