@@ -211,19 +211,16 @@ def _rope(raw: Mapping[str, Any], what: str) -> tuple[float, RopeScaling]:
         return theta, RopeScaling()
     original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     original = original or raw["max_position_embeddings"]
-    factor = given.get("factor")
-    if factor is None and kind == "yarn":
-        factor = raw["max_position_embeddings"] / original
     needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}[kind]
     missing = [key for key in needed if given.get(key) is None]
     if missing:
         raise ModelError(f"{what}: rope scaling {kind} lacks {', '.join(missing)}; use the model's own config.json")
-    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    names += ("attention_factor", "mscale", "mscale_all_dim")
-    optional = {name: float(given[name]) for name in names if given.get(name)}
+    names = ["low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"]
+    names += ["attention_factor", "mscale", "mscale_all_dim"]
+    optional: dict[str, Any] = {name: float(given[name]) for name in names if given.get(name)}
     scaling = RopeScaling(
         kind=kind,
-        factor=float(factor),
+        factor=float(given.get("factor") or raw["max_position_embeddings"] / original),
         original_max_positions=int(original),
         truncate=bool(given.get("truncate", True)),
         **optional,

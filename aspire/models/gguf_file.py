@@ -63,7 +63,7 @@ def _parse(path: Path, _mtime_ns: int) -> GGUFReader:
     class PlainReader(GGUFReader):
         """The package slices a numpy memmap for each string; a plain view of the mapping is three times faster."""
 
-        @property
+        @property  # type: ignore[override]
         def data(self) -> np.ndarray:
             return self._plain
 

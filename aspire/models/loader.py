@@ -102,7 +102,7 @@ def find_model(name_or_path: str | Path, load_format: str = "auto") -> ModelSour
     if path.exists():
         return _from_path(path, load_format)
     if _HUB_ID.fullmatch(name):
-        return _from_path(_download(name, config_only=dummy), load_format)
+        return _from_path(download(name, config_only=dummy), load_format)
     raise ModelError(
         f"model '{name}' is neither a file nor a folder{did_you_mean(name, PRESETS)}; "
         f"give a path, a hub id (owner/name) or one of {', '.join(sorted(PRESETS))}"
@@ -140,8 +140,10 @@ def _load_weights(
     return gguf_file.load_weights(gguf_file.open_gguf(source.path), source.path, source.config, dtype, device)
 
 
-def _download(hub_id: str, *, config_only: bool) -> Path:
-    """Folder of a hub model's files, from the hub's own cache or downloaded. Raises `ModelError`."""
+def download(hub_id: str, *, config_only: bool) -> Path:
+    """Folder of a hub model's files (``config_only``: no weights), cached or downloaded. Raises `ModelError`."""
+    if not _HUB_ID.fullmatch(hub_id):
+        raise ModelError(f"'{hub_id}' is neither an existing path nor a hub id (owner/name); check the path")
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aspire.models.config import ModelConfig, RopeScaling
 
-_TINY = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "eos_token_ids": (2,),
-}
+_TINY = ModelConfig(
+    architecture="llama",
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=4096,
+    eos_token_ids=(2,),
+)
 
 PRESETS: dict[str, ModelConfig] = {
     "smollm2-135m": ModelConfig(
@@ -80,8 +83,8 @@ PRESETS: dict[str, ModelConfig] = {
         bos_token_id=128000,
         eos_token_ids=(128001, 128008, 128009),
     ),
-    "tiny-llama": ModelConfig(architecture="llama", tie_word_embeddings=True, **_TINY),
-    "tiny-mistral": ModelConfig(architecture="mistral", **_TINY),
-    "tiny-qwen2": ModelConfig(architecture="qwen2", tie_word_embeddings=True, qkv_bias=True, **_TINY),
-    "tiny-qwen3": ModelConfig(architecture="qwen3", qk_norm=True, **{**_TINY, "num_layers": 4}),
+    "tiny-llama": replace(_TINY, tie_word_embeddings=True),
+    "tiny-mistral": replace(_TINY, architecture="mistral"),
+    "tiny-qwen2": replace(_TINY, architecture="qwen2", tie_word_embeddings=True, qkv_bias=True),
+    "tiny-qwen3": replace(_TINY, architecture="qwen3", qk_norm=True, num_layers=4),
 }
