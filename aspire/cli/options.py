@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +18,27 @@ AllowMismatch = Annotated[
     bool, typer.Option("--allow-mismatch", help="Use files made for other hardware, another model or other settings.")
 ]
 OnError = Annotated[str, typer.Option("--on-error", help="What a malformed line of an input file does: fail or skip.")]
+
+
+def shared_options(template: Callable[..., Any], function: Callable[..., None], **later: Any) -> Callable[..., None]:
+    """A command with the options of ``template`` and of ``function``, in that order.
+
+    What ``template`` makes of its options is the first argument of ``function``. ``later``: names in annotations that
+    are imported only when a command runs.
+    """
+    shared = list(inspect.signature(template, locals=later, eval_str=True).parameters.values())
+    own = list(inspect.signature(function, locals=later, eval_str=True).parameters.values())[1:]
+    names = {parameter.name for parameter in shared}
+
+    def command(**given: Any) -> None:
+        made = template(**{name: value for name, value in given.items() if name in names})
+        function(made, **{name: value for name, value in given.items() if name not in names})
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*shared, *own]]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    return command
 
 
 def existing_file(path: Path, what: str, made_by: str) -> Path:

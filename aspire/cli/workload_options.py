@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from aspire.cli.options import existing_file, parse_rate
+from aspire.cli.options import existing_file, parse_rate, shared_options
 from aspire.errors import UsageError, check_choice
 
 if TYPE_CHECKING:
@@ -157,20 +156,7 @@ def cost_model_settings(cost_model: str) -> dict[str, Any]:
 
 def scenario_options(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command every option of a what-if; ``function`` receives them as one `Scenario`, its first argument."""
-    later = {"Scenario": Any}  # imported only when a command runs
-    shared = list(inspect.signature(_options, locals=later, eval_str=True).parameters.values())
-    own = list(inspect.signature(function, locals=later, eval_str=True).parameters.values())[1:]
-    names = {parameter.name for parameter in shared}
-
-    def command(**given: Any) -> None:
-        scenario = _options(**{name: value for name, value in given.items() if name in names})
-        function(scenario, **{name: value for name, value in given.items() if name not in names})
-
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*shared, *own]]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    return command
+    return shared_options(_options, function, Scenario=Any)
 
 
 class RangeWatch:
