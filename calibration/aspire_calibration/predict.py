@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ SLACK = 1.02  # a range is left when a feature exceeds it by more than this fact
 
 
 QUERY_TOKENS, PADDED_TOKENS = INDEX["query_tokens"], INDEX["padded_tokens"]
+
+_columns = attrgetter(*FEATURES)
 
 
 def _warn(message: str) -> None:
@@ -48,7 +51,7 @@ class LoadedCostModel:
     def predict(self, features: StepFeatures) -> Floats:
         """Seconds, in the shape of the features."""
         first = features.rows
-        matrix = np.array([getattr(features, name) for name in FEATURES]).reshape(len(FEATURES), -1)
+        matrix = np.array(_columns(features)).reshape(len(FEATURES), -1)
         self.predicted_steps += first.size
         beyond = matrix > self._high
         if beyond.any():
@@ -61,12 +64,15 @@ class LoadedCostModel:
         ``padded_tokens`` of both are derived from the graph buckets, so a stair of the staircase is paid by the work
         that climbs it; those given are ignored. Without buckets (eager) they equal the query tokens.
         """
-        before = np.array([getattr(base, name) for name in FEATURES])  # [features, *shape of base]
-        work = np.array([getattr(added, name) for name in FEATURES])
-        if before.shape != work.shape:
-            before, work = _aligned(before, work)
+        before, work = np.array(_columns(base)), np.array(_columns(added))  # [features, *shape]
         shape = before.shape[1:]
-        flat = np.stack([before, before + work], axis=1).reshape(len(FEATURES), -1)
+        if before.shape != work.shape:
+            shape = np.broadcast_shapes(shape, work.shape[1:])
+            before, work = _padded_to(before, len(shape)), _padded_to(work, len(shape))
+        pair = np.empty((len(FEATURES), 2, *shape))
+        pair[:, 0] = before
+        np.add(before, work, out=pair[:, 1])
+        flat = pair.reshape(len(FEATURES), -1)
         size = flat.shape[1] // 2
         tokens = flat[QUERY_TOKENS]
         if self._eager:
@@ -116,15 +122,9 @@ class LoadedCostModel:
         return "\n".join(lines)
 
 
-def _aligned(before: Floats, work: Floats) -> tuple[Floats, Floats]:
-    """Both [features, *shape] broadcast to one shape."""
-    shape = np.broadcast_shapes(before.shape[1:], work.shape[1:])
-
-    def wide(array: Floats) -> Floats:
-        padded = array.reshape(len(FEATURES), *(1,) * (len(shape) + 1 - array.ndim), *array.shape[1:])
-        return np.broadcast_to(padded, (len(FEATURES), *shape))
-
-    return wide(before), wide(work)
+def _padded_to(array: Floats, dimensions: int) -> Floats:
+    """[features, *shape] with 1s put before the shape, so that it broadcasts as the shape alone would."""
+    return array.reshape(len(array), *(1,) * (dimensions + 1 - array.ndim), *array.shape[1:])
 
 
 def load_cost_model(

@@ -17,7 +17,7 @@ import numpy as np
 
 from aspire.errors import InputError, check_choice, check_keys
 from aspire.scheduler.features import Floats
-from aspire_calibration.variables import VARIABLES, variable_rows
+from aspire_calibration.variables import VARIABLES, fill_rows, sum_matrix, variable_rows
 
 LONG_CHAIN = 8  # so many ramps on one variable are evaluated as one interpolation
 
@@ -138,6 +138,7 @@ class _Compiled:
                 else:
                     bent.setdefault(term, np.zeros(count))[b] += slope
         self.names = sorted({*linear, *(term.variable for term in bent)})
+        self.sums = sum_matrix(self.names)
         position = {name: index for index, name in enumerate(self.names)}
         self.curves: list[_Curve] = []
         for name in self.names:
@@ -154,7 +155,7 @@ class _Compiled:
         self.bent = np.stack(list(bent.values()), axis=1) if bent else np.zeros((count, 0))
 
     def __call__(self, features: Floats) -> Floats:
-        values = variable_rows(features, self.names)
+        values = fill_rows(features, self.names, self.sums)
         out = self.linear @ values
         out += self.constant
         if len(self.pick):

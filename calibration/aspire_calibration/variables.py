@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from aspire.scheduler.features import FEATURES, Floats
 INDEX = {name: position for position, name in enumerate(FEATURES)}
 ROWS, QUERY, DRAFT_ROWS, VERIFY_ROWS = (INDEX[n] for n in ("rows", "query_tokens", "draft_rows", "verify_rows"))
 PREFILL, PREFILL_QKV = INDEX["prefill_tokens"], INDEX["prefill_qkv"]
-SPARSE_KV, FULL_KV = INDEX["sparse_kv_tokens"], INDEX["full_kv_tokens"]
+FULL_KV = INDEX["full_kv_tokens"]
 
 # name -> (unit of the variable, definition)
 VARIABLES: dict[str, tuple[str, str]] = {
@@ -35,41 +35,57 @@ VARIABLES: dict[str, tuple[str, str]] = {
 }
 
 
+# Variables that are sums of features: one matrix product gives them all.
+SUMS: dict[str, dict[str, float]] = {
+    **{name: {name: 1.0} for name in FEATURES},
+    "full_rows": {"rows": 1.0, "draft_rows": -1.0},
+    "kv_tokens": {"sparse_kv_tokens": 1.0, "full_kv_tokens": 1.0},
+    # decoding tokens + prefill rows
+    "logits_rows": {"query_tokens": 1.0, "prefill_tokens": -1.0, "rows": 1.0, "draft_rows": -1.0, "verify_rows": -1.0},
+}
+
+
 def variable_rows(features: Floats, names: Sequence[str]) -> Floats:
     """[len(names), steps] from features [len(FEATURES), steps]."""
-    out = np.empty((len(names), features.shape[1]))
-    derived: dict[str, Floats] | None = None
+    return fill_rows(features, names, sum_matrix(names))
+
+
+def sum_matrix(names: Sequence[str]) -> Floats:
+    """[len(names), len(FEATURES)]; rows of variables that are no sums are zero."""
+    matrix = np.zeros((len(names), len(FEATURES)))
+    for row, name in zip(matrix, names, strict=True):
+        for feature, factor in SUMS.get(name, {}).items():
+            row[INDEX[feature]] = factor
+    return matrix
+
+
+def fill_rows(features: Floats, names: Sequence[str], sums: Floats) -> Floats:
+    """`variable_rows` with the matrix of `sum_matrix` at hand."""
+    out = sums @ features
     for row, name in zip(out, names, strict=True):
-        index = INDEX.get(name)
-        if index is not None:
-            row[:] = features[index]
-        elif name == "one":
-            row[:] = 1.0
-        elif name == "full_rows":
-            np.subtract(features[ROWS], features[DRAFT_ROWS], out=row)
-        elif name == "kv_tokens":
-            np.add(features[SPARSE_KV], features[FULL_KV], out=row)
-        else:
-            if derived is None:
-                derived = _derived(features)
-            row[:] = derived[name]
-    return out
+        if name not in SUMS:
+            row[:] = PRODUCTS[name](features)
+    return np.asarray(out)
 
 
-def _derived(features: Floats) -> dict[str, Floats]:
-    """What needs the split of a step into decoding and prefill rows.
+def _verify_kv_tokens(f: Floats) -> Floats:
+    prefill_tokens = f[PREFILL]
+    if not prefill_tokens.any():
+        return np.asarray(f[FULL_KV])
+    # The context of prefill rows is no feature of its own: their mean context weighted by query tokens stands for it.
+    prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
+    prefill_kv = prefill_rows * f[PREFILL_QKV] / np.maximum(prefill_tokens, 1.0)
+    return np.asarray(np.maximum(f[FULL_KV] - prefill_kv, 0.0) * (f[VERIFY_ROWS] > 0))
 
-    The context of prefill rows is no feature of its own: their mean context weighted by query tokens stands for it.
-    """
-    verify_rows, draft_rows = features[VERIFY_ROWS], features[DRAFT_ROWS]
-    decoding_tokens = features[QUERY] - features[PREFILL]
-    drafted = np.maximum(decoding_tokens - draft_rows - verify_rows, 0.0)
-    prefill_tokens, verify_kv = features[PREFILL], features[FULL_KV]
-    logits = decoding_tokens
-    if prefill_tokens.any():
-        prefill_rows = np.maximum(features[ROWS] - draft_rows - verify_rows, 0.0)
-        logits = np.maximum(decoding_tokens, 0.0) + prefill_rows
-        prefill_kv = prefill_rows * features[PREFILL_QKV] / np.maximum(prefill_tokens, 1.0)
-        verify_kv = np.maximum(verify_kv - prefill_kv, 0.0) * (verify_rows > 0)
-    extra = verify_kv * drafted / np.maximum(verify_rows, 1.0)
-    return {"logits_rows": logits, "verify_kv_tokens": verify_kv, "verify_extra_qkv": extra}
+
+def _verify_extra_qkv(f: Floats) -> Floats:
+    verify_rows = f[VERIFY_ROWS]
+    drafted = f[QUERY] - f[PREFILL] - f[DRAFT_ROWS] - verify_rows
+    return np.asarray(_verify_kv_tokens(f) * np.maximum(drafted, 0.0) / np.maximum(verify_rows, 1.0))
+
+
+PRODUCTS: dict[str, Callable[[Floats], Floats | float]] = {
+    "one": lambda f: 1.0,
+    "verify_kv_tokens": _verify_kv_tokens,
+    "verify_extra_qkv": _verify_extra_qkv,
+}
