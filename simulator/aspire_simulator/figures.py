@@ -34,6 +34,10 @@ def _new(width: float = 7.0, height: float = 3.6) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _short(name: str, longest: int = 42) -> str:
+    return name if len(name) <= longest else name[: longest - 3] + "..."
+
+
 def svg(figure: Any) -> str:
     """The figure as an ``<svg>`` element, to be put into HTML."""
     import matplotlib
@@ -63,7 +67,7 @@ def throughput_bars(rows: Sequence[RunRow]) -> Any:
     for y, rate, row in zip(place, rates, shown, strict=True):
         if row.gain is not None and row.kind != "autoregressive":
             axes.text(rate, y, f" {row.gain:.2f}x", va="center", fontsize=8)
-    axes.set_yticks(place, [f"{row.policy}  b{row.batch} {row.context:,}" for row in shown], fontsize=8)
+    axes.set_yticks(place, [f"{_short(row.policy)}  b{row.batch} {row.context:,}" for row in shown], fontsize=8)
     axes.set_xlabel("decode-only tokens / s")
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
@@ -85,7 +89,7 @@ def pareto(rows: Sequence[RunRow]) -> Any:
         front = sorted((a, b) for a, b, row in zip(x, y, points, strict=True) if row.efficient)
         axes.plot([a for a, _ in front], [b for _, b in front], color=colour, linewidth=1)
         for a, b, row in zip(x, y, points, strict=True):
-            axes.annotate(row.policy, (a, b), xytext=(4, 4), textcoords="offset points", fontsize=7)
+            axes.annotate(_short(row.policy, 24), (a, b), xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.set_xlabel("mean time per output token, ms")
     axes.set_ylabel("decode-only tokens / s")
     return figure
@@ -97,7 +101,7 @@ def acceptance_curves(rows: Sequence[RunRow]) -> Any:
     for row in rows[:10]:
         rates = row.summary.get("acceptance_by_position") or []
         if rates:
-            axes.plot(np.arange(1, len(rates) + 1), rates, marker="o", markersize=3, label=row.policy)
+            axes.plot(np.arange(1, len(rates) + 1), rates, marker="o", markersize=3, label=_short(row.policy))
     axes.set_xlabel("draft position")
     axes.set_ylabel("accepted up to there")
     axes.set_ylim(0, 1.02)
@@ -117,14 +121,14 @@ def phase_bars(runs: Sequence[tuple[str, Run]], rows: Sequence[RunRow]) -> Any:
         width = np.array([float(mix.get(phase, 0.0)) for mix in mixes])
         axes.barh(place, width, left=left, color=colour, label=phase, height=0.7)
         left += width
-    axes.set_yticks(place, [row.policy for _, row in shown], fontsize=8)
+    axes.set_yticks(place, [_short(row.policy) for _, row in shown], fontsize=8)
     axes.set_xlabel("share of step time")
     axes.set_xlim(0, 1)
     figure.legend(fontsize=7, frameon=False, ncols=len(PHASES), loc="outside upper right")
     return figure
 
 
-def timeline(run: Run, buckets: int = 240) -> Any:
+def timeline(run: Run, buckets: int = 120) -> Any:
     """Rows in the step and committed tokens per second over the run."""
     figure, axes = _new()
     log = run.steps
@@ -154,9 +158,9 @@ def break_even_map(cells: Sequence[dict[str, Any]]) -> Any:
     for cell in cells:
         gain[batches.index(cell["batch"]), contexts.index(cell["context"])] = cell["gain"]
     axes.grid(visible=False)
-    axes.imshow(
-        gain, cmap="RdYlGn", vmin=0.5, vmax=1.5 if np.nanmax(gain) < 1.5 else 2.5, aspect="auto", origin="lower"
-    )
+    # logarithmic and centred: no gain is white, twice as fast as blue as half as fast is red
+    reach = max(0.2, float(np.nanmax(np.abs(np.log2(gain)))))
+    axes.imshow(np.log2(gain), cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto", origin="lower")
     for (row, column), value in np.ndenumerate(gain):
         if np.isfinite(value):
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
