@@ -27,6 +27,7 @@ from aspire_calibration.staircase import fit_staircase
 from aspire_calibration.table import TableModel
 from aspire_calibration.variables import INDEX, variable_rows
 
+LAST_SEGMENT = 4.0  # the last segment of a curve, along which it extrapolates, spans at least this factor
 MIN_PER_KNOT = 3  # distinct sampled values that a segment of a curve must hold
 
 
@@ -62,7 +63,7 @@ def knots(values: Floats, most: int, *, floor: float = 1.0) -> list[float]:
         snapped = float(distinct[np.argmin(np.abs(logs - np.log(knot)))])
         since = np.count_nonzero((distinct > (inner[-1] if inner else 0.0)) & (distinct <= snapped))
         beyond = np.count_nonzero(distinct > snapped)
-        if since >= MIN_PER_KNOT and beyond >= MIN_PER_KNOT:
+        if since >= MIN_PER_KNOT and beyond >= MIN_PER_KNOT and snapped <= distinct[-1] / LAST_SEGMENT:
             inner.append(snapped)
     return inner
 

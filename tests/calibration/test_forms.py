@@ -147,6 +147,7 @@ def test_knots_leave_samples_in_every_segment(values, most):
     data = np.array(values)
     inner = knots(data, most)
     assert inner == sorted(set(inner)) and len(inner) <= most
+    assert not inner or inner[-1] <= data.max() / 4, "a curve extrapolates along a long segment"
     edges = [0.0, *inner, np.inf]
     for low, high in zip(edges, edges[1:], strict=False):
         assert not inner or len(np.unique(data[(data > low) & (data <= high)])) >= 3
