@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[import-untyped]
+    import triton.language as tl  # type: ignore[import-untyped]
 
     HAS_TRITON = True
 except ImportError:
@@ -40,6 +40,29 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in the interpreter (on CPU tensors)."""
 
 
+PDL = (
+    HAS_TRITON
+    and not INTERPRETED
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability()[0] >= 9
+    and os.environ.get("ASPIRE_PDL", "1") != "0"
+)
+"""Programmatic dependent launch (Hopper and later; ``ASPIRE_PDL=0`` switches it off): a kernel's programs are placed
+while the kernel before it still runs, and wait there for its end. It hides the launch, about a microsecond each."""
+
+LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if PDL else {"PDL": False}
+"""Launch options that every kernel gets."""
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """First line of every kernel: wait until the kernel before has ended and its writes can be seen, then let the next
+    one be placed. (Not before the wait: the next kernel may read what kernels before this one wrote.)"""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def next_power_of_2(n: int) -> int:
     """Smallest power of two that is at least ``n`` (1 for ``n`` <= 1)."""
     return 1 << max(0, n - 1).bit_length()
@@ -55,4 +78,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "cdiv", "multiprocessors", "next_power_of_2", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "LAUNCH",
+    "cdiv",
+    "multiprocessors",
+    "next_power_of_2",
+    "tl",
+    "triton",
+    "wait_for_inputs",
+]

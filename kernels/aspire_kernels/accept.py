@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aspire_kernels import counters
-from aspire_kernels._triton import cdiv, next_power_of_2, tl, triton
+from aspire_kernels._triton import LAUNCH, cdiv, next_power_of_2, tl, triton, wait_for_inputs
 
 
 def accept_reference(
@@ -33,8 +33,9 @@ def accept_reference(
 @triton.jit
 def _accept_kernel(
     draft, drafted, target, computed, live, accepted_out, committed_out, computed_out, rows, width,
-    HAS_LIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    HAS_LIVE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = row < rows
     place = tl.arange(0, BLOCK_W)
@@ -79,6 +80,7 @@ def accept(
         BLOCK_R=block_r,
         BLOCK_W=next_power_of_2(width + 1),
         num_warps=1,
+        **LAUNCH,
     )
     counters.count("accept.triton")
     return accepted, committed, new_computed

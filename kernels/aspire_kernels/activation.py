@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aspire_kernels import counters
-from aspire_kernels._triton import cdiv, tl, triton
+from aspire_kernels._triton import LAUNCH, cdiv, tl, triton, wait_for_inputs
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -18,7 +18,8 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, inner, stride, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, inner, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < inner
@@ -32,6 +33,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
-    _silu_mul_kernel[(rows, cdiv(inner, block))](gate_up, out, inner, gate_up.stride(0), BLOCK=block, num_warps=4)
+    grid = (rows, cdiv(inner, block))
+    _silu_mul_kernel[grid](gate_up, out, inner, gate_up.stride(0), BLOCK=block, num_warps=4, **LAUNCH)
     counters.count("silu_mul.triton")
     return out

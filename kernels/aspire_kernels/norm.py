@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aspire_kernels import counters
-from aspire_kernels._triton import next_power_of_2, tl, triton
+from aspire_kernels._triton import LAUNCH, next_power_of_2, tl, triton, wait_for_inputs
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,7 +27,10 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, out, hidden, stride_x, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, residual, weight, out, hidden, stride_x, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     real = column < hidden
@@ -56,6 +59,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         ADD=residual is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
+        **LAUNCH,
     )
     counters.count("norm.triton")
     return out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aspire_kernels import counters
-from aspire_kernels._triton import next_power_of_2, tl, triton
+from aspire_kernels._triton import LAUNCH, next_power_of_2, tl, triton, wait_for_inputs
 from aspire_kernels.norm import rms_norm_reference
 
 
@@ -123,8 +123,10 @@ def _rope_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (tokens, 2); the second axis does q, or k and v."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     c, s = cos + position * HALF, sin + position * HALF
@@ -202,6 +204,7 @@ def rope_and_kv_write(
         BLOCK_REST=next_power_of_2(max(1, rest)),
         BLOCK_D=next_power_of_2(head_dim),
         num_warps=4 if heads * head_dim > 1024 else 2,
+        **LAUNCH,
     )
     counters.count("rope.triton")
     return out

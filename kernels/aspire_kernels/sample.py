@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aspire_kernels import counters
-from aspire_kernels._triton import cdiv, next_power_of_2
+from aspire_kernels._triton import LAUNCH, cdiv, next_power_of_2
 from aspire_kernels.noise import gumbel_of_words, gumbel_reference, philox_at_reference
 from aspire_kernels.sample_kernel import finish_kernel, scan_kernel
 
@@ -157,7 +157,7 @@ def sample(logits: Tensor, params: SamplingRows) -> Sampled:
     )
     filters = (params.seed, params.position, params.temperature, params.top_k, params.top_p, params.min_p)
     scan_kernel[(rows, blocks)](
-        logits, logits.stride(0), vocab, blocks, *filters, stats, sub_max, BLOCK=block, SUB=sub, num_warps=8
+        logits, logits.stride(0), vocab, blocks, *filters, stats, sub_max, BLOCK=block, SUB=sub, num_warps=8, **LAUNCH
     )
     finish_kernel[(rows,)](
         logits,
@@ -182,6 +182,7 @@ def sample(logits: Tensor, params: SamplingRows) -> Sampled:
         HOT=hot,
         SEARCH=search,
         num_warps=8,
+        **LAUNCH,
     )
     counters.count("sample.triton")
     return out

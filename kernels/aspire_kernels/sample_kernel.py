@@ -10,7 +10,7 @@ Floor: ``rows * vocab`` logits read once.
 
 from __future__ import annotations
 
-from aspire_kernels._triton import tl, triton
+from aspire_kernels._triton import tl, triton, wait_for_inputs
 from aspire_kernels.noise import gumbel_at, gumbel_block
 
 
@@ -46,8 +46,10 @@ def scan_kernel(
     sub_max,  # [rows, blocks * BLOCK / SUB] float32
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (rows, blocks)."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -146,8 +148,10 @@ def finish_kernel(
     SUBS: tl.constexpr,  # power of two >= subs
     HOT: tl.constexpr,  # stretches read at once
     SEARCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (rows,)."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * stride
     t = tl.load(temperature + row)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aspire.errors import UsageError
 from aspire_kernels import counters
-from aspire_kernels._triton import next_power_of_2, tl, triton
+from aspire_kernels._triton import LAUNCH, next_power_of_2, tl, triton, wait_for_inputs
 from aspire_kernels.attention.interface import PAGE_SIZE
 
 
@@ -105,9 +105,11 @@ def _select_kernel(
     recent,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (rows, layers). The n-th largest mass is found bit by bit: the bits of non-negative floats sort as
     integers."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     tokens = tl.load(kv_len + row)
@@ -183,5 +185,6 @@ def select_pages(
         PAGE=PAGE_SIZE,
         BLOCK=block,
         num_warps=min(16, max(1, block // 256)),
+        **LAUNCH,
     )
     counters.count("select.triton")

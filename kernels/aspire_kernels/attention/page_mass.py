@@ -7,7 +7,7 @@ softmax mass of the page. Bytes: ``2 * heads * pages`` float32 scores a chosen r
 
 from __future__ import annotations
 
-from aspire_kernels._triton import tl, triton
+from aspire_kernels._triton import tl, triton, wait_for_inputs
 
 
 @triton.jit
@@ -27,8 +27,10 @@ def page_mass_kernel(
     PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: (rows, pages / BLOCK_P). ``mass = mean over chosen queries of max over heads of 2^(score - lse)``."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     first = tl.load(mass_rows + row * 2)
     last = tl.load(mass_rows + row * 2 + 1)

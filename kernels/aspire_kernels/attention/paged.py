@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aspire.errors import UsageError
 from aspire_kernels import counters
-from aspire_kernels._triton import cdiv, multiprocessors, next_power_of_2
+from aspire_kernels._triton import LAUNCH, cdiv, multiprocessors, next_power_of_2
 from aspire_kernels.attention.interface import PAGE_SIZE, AttentionBatch
 from aspire_kernels.attention.page_mass import page_mass_kernel
 from aspire_kernels.attention.plan import ClassPlan, class_queries, make_plan, query_block
@@ -147,6 +147,7 @@ def paged_attention(
             BLOCK_H=min(16, next_power_of_2(heads)),
             BLOCK_P=block_p,
             num_warps=4,
+            **LAUNCH,
         )
         counters.count("attention.triton.page_mass")
     return result
@@ -216,6 +217,7 @@ def _launch_class(
         TWO_LOOPS=plan.block_m >= 64,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **LAUNCH,
     )
     counters.count(f"attention.triton.{KIND_NAMES[plan.kind]}")
     if plan.split and plan.programs > 1:
@@ -240,6 +242,7 @@ def _launch_class(
             ROWS=group_rows,
             PARTS=max(2, 4096 // (group_rows * block_d)),
             num_warps=4,
+            **LAUNCH,
         )
         counters.count("attention.triton.combine")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aspire_kernels._triton import cdiv, next_power_of_2, tl, triton
+from aspire_kernels._triton import LAUNCH, cdiv, next_power_of_2, tl, triton, wait_for_inputs
 from aspire_kernels.attention.interface import PAGE_SIZE, AttentionBatch
 from aspire_kernels.attention.tuning import SPARSE, VERIFY, Tile
 
@@ -52,8 +52,10 @@ def plan_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: list the live jobs of one class, then cut their units into shares."""
+    wait_for_inputs(PDL)
     jobs = 0
     tiles_before = 0
     for j0 in range(0, rows * QUERY_TILES, BLOCK_J):
@@ -196,6 +198,7 @@ def make_plan(
         BLOCK_G=min(1024, max(16, next_power_of_2(programs))) if tile.split else 16,
         SEARCH_STEPS=max(1, job_bound.bit_length()),
         num_warps=8 if job_bound > 256 else 4,
+        **LAUNCH,
     )
     return plan
 

@@ -7,7 +7,7 @@ Softmax runs in base 2: scores are multiplied by ``scale * log2(e)`` inside the 
 
 from __future__ import annotations
 
-from aspire_kernels._triton import tl, triton
+from aspire_kernels._triton import tl, triton, wait_for_inputs
 
 
 @triton.jit
@@ -87,6 +87,22 @@ def _walk(
 
 
 @triton.jit
+def _descriptor(desc, job):
+    """Slot, first query token, query tokens, KV tokens, selected pages, tail page, query tile and row of a job."""
+    d = desc + job * 8
+    return (
+        tl.load(d).to(tl.int64),
+        tl.load(d + 1),
+        tl.load(d + 2),
+        tl.load(d + 3),
+        tl.load(d + 4),
+        tl.load(d + 5),
+        tl.load(d + 6),
+        tl.load(d + 7).to(tl.int64),
+    )
+
+
+@triton.jit
 def attention_kernel(
     q_ptr,  # [tokens, heads, head_dim]
     k_ptr,  # [num_pages, kv_heads, page, head_dim]
@@ -126,33 +142,33 @@ def attention_kernel(
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
     TWO_LOOPS: tl.constexpr,  # mask only the tiles that need it
+    PDL: tl.constexpr,
 ):
     """Grid: programs (SPLIT) or jobs * kv heads."""
+    wait_for_inputs(PDL)
     pid = tl.program_id(0)
+    # loads are issued before the first branch, so that their latencies overlap
     if SPLIT:
         share = tl.load(header + 1)
-        remaining = tl.minimum(tl.load(header + 2) - pid * share, share)
-        if remaining <= 0:
-            return
+        units = tl.load(header + 2)
         job = tl.load(prog + pid * 4)
         head = tl.load(prog + pid * 4 + 1)
         tile = tl.load(prog + pid * 4 + 2)
+        remaining = tl.minimum(units - pid * share, share)
+        if remaining <= 0:
+            return
+        slot, start, length, tokens, sel_count, tail, query_tile, row = _descriptor(desc, job)
     else:
         job = pid // KV_HEADS
         head = pid % KV_HEADS
         tile = 0
-        remaining = tl.where(job < tl.load(header), 1, 0)
+        jobs = tl.load(header)
+        slot, start, length, tokens, sel_count, tail, query_tile, row = _descriptor(desc, job)
+        remaining = tl.where(job < jobs, 1, 0)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     while remaining > 0:
-        d = desc + job * 8
-        slot = tl.load(d).to(tl.int64)
-        start = tl.load(d + 1)
-        length = tl.load(d + 2)
-        tokens = tl.load(d + 3)
-        sel_count = tl.load(d + 4)
-        tail = tl.load(d + 5)
-        first_m = tl.load(d + 6) * BLOCK_M
+        first_m = query_tile * BLOCK_M
         query = (first_m + offs_m) // GROUP
         member = (first_m + offs_m) % GROUP
         valid = query < length
@@ -172,7 +188,6 @@ def attention_kernel(
         score_at = score_ptr + in_head.to(tl.int64)
         score_mask = valid
         if MASS:
-            row = tl.load(d + 7).to(tl.int64)
             first_row = tl.load(mass_rows + row * 2)
             last_row = tl.load(mass_rows + row * 2 + 1)
             which = tl.where(query == first_row, 0, 1)
@@ -227,6 +242,7 @@ def attention_kernel(
             if head == KV_HEADS:
                 head = 0
                 job += 1
+                slot, start, length, tokens, sel_count, tail, query_tile, row = _descriptor(desc, job)
         else:
             remaining = 0
 
@@ -251,9 +267,11 @@ def combine_kernel(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,  # query rows of one program
     PARTS: tl.constexpr,  # parts merged at once
+    PDL: tl.constexpr,
 ):
     """Merge the parts of one cut item. Grid: (programs - 1 cuts, BLOCK_M / ROWS); an item is handled at its first
     cut."""
+    wait_for_inputs(PDL)
     cut = tl.program_id(0) + 1
     share = tl.load(header + 1)
     job = tl.load(prog + cut * 4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,21 @@ def parse_table(data: Any, source: str) -> tuple[TunedPoint, ...]:
     return tuple(points)
 
 
+_measured_now: dict[str, tuple[TunedPoint, ...]] = {}
+
+
+def use_table(gpu: str, points: Iterable[TunedPoint]) -> None:
+    """Use freshly measured points instead of the file of the GPU called ``gpu``, for the rest of this process."""
+    _measured_now[gpu] = tuple(points)
+    load_table.cache_clear()
+    choose_tile.cache_clear()
+
+
 @functools.cache
 def load_table(gpu: str) -> tuple[TunedPoint, ...]:
     """Measured points of the GPU called ``gpu``; empty if there is no table for it."""
+    if gpu in _measured_now:
+        return _measured_now[gpu]
     path = TABLE_FOLDER / f"{table_name(gpu)}.json"
     return parse_table(read_json(path, "tuning table"), path.name) if path.exists() else ()
 

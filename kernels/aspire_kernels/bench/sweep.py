@@ -1,0 +1,189 @@
+"""Search of tile choices: every candidate is compiled by worker processes first, then timed on the real workload."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from aspire_kernels._triton import multiprocessors
+from aspire_kernels.attention import tuning
+from aspire_kernels.attention.interface import PAGE_SIZE
+from aspire_kernels.attention.plan import query_block
+from aspire_kernels.attention.tuning import KIND_NAMES, PREFILL, SPARSE, VERIFY, Tile, TunedPoint
+from aspire_kernels.bench.timing import Captured
+from aspire_kernels.bench.workloads import LLAMA, SMOL, Heads, Workload
+
+_SHARED_BYTES = 225 * 1024  # shared memory of a multiprocessor that programs can use (sm_90)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A workload to tune."""
+
+    shape: Heads
+    rows: int
+    kv_tokens: int
+    q_len: int = 1
+    pages: int = 0
+
+    @property
+    def kind(self) -> int:
+        """Class of its rows."""
+        return SPARSE if self.pages else VERIFY if self.q_len <= 17 else PREFILL
+
+    @property
+    def block_m(self) -> int:
+        """BLOCK_M that its rows get."""
+        return query_block(self.q_len, self.shape.heads // self.shape.kv_heads, 16 if self.pages else 128)
+
+    @property
+    def label(self) -> str:
+        """Short name for progress lines."""
+        what = f"{self.pages}p" if self.pages else f"{self.kv_tokens}"
+        return f"{KIND_NAMES[self.kind]} {self.shape.name} {self.rows}x{what} q{self.q_len}"
+
+
+POINTS = (
+    Point(SMOL, 128, 7200),
+    Point(SMOL, 32, 7200),
+    Point(SMOL, 256, 512),
+    Point(LLAMA, 32, 16384),
+    Point(LLAMA, 8, 100_000),
+    Point(LLAMA, 32, 16384, q_len=9),
+    Point(SMOL, 128, 7200, q_len=9),
+    Point(SMOL, 128, 7200, q_len=17),
+    Point(LLAMA, 32, 16384, q_len=17),
+    Point(SMOL, 128, 7200, pages=32),
+    Point(SMOL, 256, 7200, pages=32),
+    Point(SMOL, 32, 7200, pages=32),
+    Point(LLAMA, 32, 16384, pages=72),
+    Point(LLAMA, 8, 100_000, pages=438),
+    Point(SMOL, 1, 8192, q_len=2048),
+    Point(LLAMA, 1, 8192, q_len=2048),
+)
+
+
+def candidates(point: Point, quick: bool) -> Iterator[Tile]:
+    """Tiles worth trying for a point; shared memory bounds the depth."""
+    row_bytes = 2 * max(64, point.shape.head_dim) * 2
+    m = point.block_m
+    blocks: tuple[int, ...] = (64,) if quick else (32, 64, 128)
+    depths: tuple[int, ...] = (3, 4) if quick else (2, 3, 4, 5) if m <= 32 else (2, 3, 4)
+    warp_counts: tuple[int, ...] = (1, 2, 4) if m == 16 else (2, 4) if m == 32 else (4, 8)
+    for block_n in blocks:
+        for warps in warp_counts:
+            for stages in depths:
+                shared = row_bytes * block_n * (stages - 1 if m <= 32 else stages) + m * row_bytes // 2
+                fit = _SHARED_BYTES // (shared + 1024)
+                if fit < 1 or (block_n >= 128 and warps == 1):
+                    continue
+                if m == 16:
+                    counts = {c for c in (1, 2, 3, 4, 6, 8, 12) if c <= 2 * fit}
+                else:
+                    counts = {c for c in (1, 2, 3, 4) if c <= 2 * fit}
+                if point.kind != SPARSE or point.pages > 64:
+                    for per_sm in sorted(counts):
+                        yield Tile(m, block_n, warps, stages, per_sm)
+                many = point.rows * point.shape.kv_heads >= 96 and point.kv_tokens < 20_000
+                if point.kind == SPARSE or (point.kind == VERIFY and many):
+                    yield Tile(m, block_n, warps, stages, 1, split=False)
+
+
+def _small(point: Point) -> Workload:
+    """A tiny workload whose launches specialise exactly as the point's do (same strides, same constants)."""
+    pages = min(point.pages, 9) if point.pages else 0
+    small = Workload(point.shape, [min(point.kv_tokens, max(256, point.q_len))] * 2, q_len=point.q_len, pages=pages)
+    width = -(-point.kv_tokens // PAGE_SIZE)
+    table = torch.zeros(2, width, dtype=torch.int32, device="cuda")
+    table[:, : small.batch.block_table.shape[1]] = small.batch.block_table
+    small.batch.block_table = table
+    if point.pages:
+        wide = torch.zeros(small.layers, 2, point.pages - 8, dtype=torch.int32, device="cuda")
+        wide[:, :, : small.lists.shape[2]] = small.lists
+        small.lists = wide
+    return small
+
+
+def _compile(job: tuple[Point, list[Tile]]) -> int:
+    """Worker: build the binaries of some tiles into Triton's disk cache; tiles that cannot be built are skipped."""
+    point, tiles = job
+    small, built = _small(point), 0
+    for tile in tiles:
+        try:
+            small.prepare({point.kind: tile})
+            small.calls()[0]()
+            torch.cuda.synchronize()
+            built += 1
+        except Exception:  # out of shared memory or registers: the timing run reports it again
+            continue
+    return built
+
+
+def compile_all(points: tuple[Point, ...], quick: bool, workers: int) -> None:
+    """Compile every candidate of every point in ``workers`` processes."""
+    jobs = []
+    for point in points:
+        distinct = {(t.block_n, t.warps, t.stages, t.split): t for t in candidates(point, quick)}
+        tiles = list(distinct.values())
+        jobs += [(point, tiles[i::4]) for i in range(4) if tiles[i::4]]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(_compile, jobs, chunksize=1)
+
+
+def _time(workload: Workload, kind: int, tile: Tile) -> float:
+    workload.prepare({kind: tile})
+    calls = workload.calls()
+    captured = Captured(calls, 1 if len(calls) > 2 else 3)
+    captured.replay_seconds()
+    return min(captured.replay_seconds() for _ in range(3))
+
+
+def sweep(
+    points: tuple[Point, ...], *, quick: bool, say: Callable[[str], None], budget_s: float
+) -> tuple[list[TunedPoint], list[dict[str, object]]]:
+    """Best tile of each point (in time order of trials, within ``budget_s``) and every trial's time."""
+    begun, best, trials = time.monotonic(), [], []
+    sms = multiprocessors(torch.device("cuda"))
+    for point in points:
+        workload = Workload(point.shape, [point.kv_tokens] * point.rows, q_len=point.q_len, pages=point.pages)
+        results: list[tuple[float, Tile]] = []
+        for tile in candidates(point, quick):
+            if results and time.monotonic() - begun > budget_s:
+                break
+            try:
+                results.append((_time(workload, point.kind, tile), tile))
+            except Exception as error:  # a tile that does not fit the chip is no candidate
+                say(f"{point.label}: {tile} cannot run: {str(error).splitlines()[0][:80]}")
+        if not results:
+            say(f"{point.label}: no tile could be timed")
+            continue
+        results.sort(key=lambda pair: pair[0])
+        seconds, tile = results[0]
+        workload.prepare({point.kind: tile})
+        workload.check()
+        bound = workload.batch.max_sparse_kv if point.pages else point.kv_tokens
+        items = point.rows * point.shape.kv_heads
+        best.append(
+            TunedPoint(
+                KIND_NAMES[point.kind], point.shape.head_dim, 2, tile.block_m, items, bound, tile.block_n, tile.warps,
+                tile.stages, tile.per_sm, tile.split,
+            )
+        )  # fmt: skip
+        default = tuning.default_tile(point.kind, point.shape.head_dim, 2, tile.block_m, items, bound, sms)
+        by_tile = {t: s for s, t in results}
+        say(
+            f"{point.label}: {seconds * 1e6:.1f} us, {workload.floor_bytes / seconds / 1e12:.2f} TB/s with "
+            f"n{tile.block_n} w{tile.warps} s{tile.stages} x{tile.per_sm} {'cut' if tile.split else 'whole'}"
+            f" (default {by_tile.get(default, float('nan')) * 1e6:.1f} us; {len(results)} tried)"
+        )
+        trials += [
+            {"point": point.label, "seconds": s, **{k: getattr(t, k) for k in t.__dataclass_fields__}}
+            for s, t in results
+        ]
+        del workload
+        torch.cuda.empty_cache()
+    return best, trials
