@@ -14,6 +14,7 @@ from aspire.errors import InputError, ModelError
 
 _REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 _MAX_HELD_TOKENS = 32
+_MAX_CHARACTER_TOKENS = 8  # more than the 4 bytes of the longest character
 
 
 class TextStream(Protocol):
@@ -84,7 +85,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else str(text)
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A new `TextStream`. All its pieces joined equal `decode` of all its tokens."""
+        """A new `TextStream`. All its pieces joined equal `decode` of all its tokens.
+
+        For vocabularies that spell unknown characters byte by byte (SentencePiece) that holds as long as the bytes form
+        characters: their decoders turn a whole run of bytes into U+FFFD when its last character is broken.
+        """
         if self._token_bytes is None:
             self._token_bytes = _token_bytes(self._inner)
         if self._token_bytes:
@@ -127,20 +132,22 @@ class _WindowStream:
     def push(self, token_ids: Iterable[int]) -> str:
         self._tokens.extend(token_ids)
         text = self._text()
-        if not text.endswith(_REPLACEMENT):
+        certain = text.rstrip(_REPLACEMENT)
+        if certain == text:
             piece = text[self._emitted :]
-            self._tokens = self._tokens[self._complete :]
-            self._complete = len(self._tokens)
-            self._emitted = len(self._text())
-            return piece
-        if len(self._tokens) - self._complete <= _MAX_HELD_TOKENS:
-            return ""
-        # a run of bytes that form no characters: let go of all but the end, so that the cost stays linear
-        piece = text[self._emitted : -1]
-        self._tokens = self._tokens[-8:]
+            self._begin_window_at(self._complete)
+        elif len(self._tokens) - self._complete <= _MAX_HELD_TOKENS:
+            piece = certain[self._emitted :]
+            self._emitted = max(self._emitted, len(certain))
+        else:  # a run of bytes that form no characters: let go of all but the end, so that the cost stays linear
+            piece = text[self._emitted : -1]
+            self._begin_window_at(len(self._tokens) - _MAX_CHARACTER_TOKENS)
+        return piece
+
+    def _begin_window_at(self, index: int) -> None:
+        self._tokens = self._tokens[index:]
         self._complete = len(self._tokens)
         self._emitted = len(self._text().removesuffix(_REPLACEMENT))
-        return piece
 
     def finish(self) -> str:
         piece = self._text()[self._emitted :]
