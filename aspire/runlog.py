@@ -37,16 +37,19 @@ Floats = NDArray[np.float64]
 
 
 class StepLog:
-    """Columnar log of steps. `append` copies the arrays it is given; `columns` are views of what was logged."""
+    """Columnar log of steps. `append` copies the arrays it is given; `columns` are views of what was logged.
 
-    def __init__(self) -> None:
+    ``reserve_rows``: rows to reserve room for. Memory is touched only as it fills, so a generous guess costs nothing.
+    """
+
+    def __init__(self, reserve_rows: int = 16384) -> None:
         self._steps = 0
         self._rows = 0
         self._times = np.zeros((2, 1024))  # start_s, duration_s
         self._features = np.zeros((1024, len(FEATURES)))
         self._row_end = np.zeros(1024, dtype=np.int64)
-        self._columns = np.zeros((len(ROW_COLUMNS), 16384), dtype=np.int32)
-        self._margin = np.full(16384, np.nan, dtype=np.float32)
+        self._columns = np.empty((len(ROW_COLUMNS), max(1, reserve_rows)), dtype=np.int32)
+        self._margin = np.empty(self._columns.shape[1], dtype=np.float32)
 
     def __len__(self) -> int:
         return self._steps
@@ -120,10 +123,7 @@ class StepLog:
             self._features = _doubled(self._features, 0)
             self._row_end = _doubled(self._row_end, 0)
         while last > self._columns.shape[1]:
-            self._columns = _doubled(self._columns, 1)
-            grown = np.full(self._columns.shape[1], np.nan, dtype=np.float32)
-            grown[:first] = self._margin[:first]
-            self._margin = grown
+            self._columns, self._margin = _doubled(self._columns, 1), _doubled(self._margin, 0)
         self._times[0, step] = start_s
         self._times[1, step] = duration_s
         self._features[step] = features
@@ -138,14 +138,13 @@ class StepLog:
         block[6] = accepted
         block[7] = committed
         block[8] = finished
-        if margin is not None:
-            self._margin[first:last] = margin
+        self._margin[first:last] = np.nan if margin is None else margin
         self._steps = step + 1
         self._rows = last
 
 
 def _doubled(array: NDArray[Any], axis: int) -> NDArray[Any]:
-    return np.concatenate([array, np.zeros_like(array)], axis=axis)
+    return np.concatenate([array, np.empty_like(array)], axis=axis)
 
 
 @dataclass

@@ -56,7 +56,8 @@ class Simulation:
             raise UsageError(f"max_concurrency {max_concurrency} must be at least 1")
         self.workload = workload
         self.policy = policy
-        self.log = StepLog()
+        # a round of g drafts takes g + 1 rows for at least one token
+        self.log = StepLog(2 * (int(workload.output_tokens.sum()) + len(workload)))
         self._cost_model = cost_model
         self._max_concurrency = max_concurrency
         self._progress = progress

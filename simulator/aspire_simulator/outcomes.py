@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
+from aspire.runlog import DRAFT, VERIFY
+from aspire.scheduler.plan import StepOutcome, StepPlan
 from aspire_simulator.acceptance import AcceptanceModel
 
 Ints = NDArray[np.int64]
@@ -45,20 +46,21 @@ class SlotOutcomes:
     def of(self, plan: StepPlan, generated: Ints, seconds: float) -> StepOutcome:
         """Outcome of ``plan``; ``generated`` [max_slots] are the output tokens each slot has committed."""
         slots, drafted = plan.slots, plan.drafted
-        draft, verify = plan.modes == Mode.DRAFT, plan.modes == Mode.VERIFY
-        accepted = np.where(verify & (drafted > 0), self._right[slots], 0)
-        committed = np.where(verify, accepted + 1, (plan.samples & ~draft).astype(np.int64))
+        modes = plan.modes
+        accepted = self._right[slots] * ((modes == VERIFY) & (drafted > 0))
+        committed = (plan.samples & (modes != DRAFT)) + accepted
         margin = np.full(len(slots), np.nan)
-        rows = np.flatnonzero(draft)
+        rows = np.flatnonzero(modes == DRAFT)
         if len(rows):
             at, held = slots[rows], drafted[rows]
             place = generated[at] + held
-            intact = self._intact[at] | (held == 0)
-            hit = self._difficulty[at, place] < self._gain[np.minimum(held, len(self._gain) - 1)]
-            fate = np.where(intact, np.where(hit, 0, 1), 2)
-            margin[rows] = self._margins[fate, at, place]
-            still = intact & hit
-            self._right[at] = np.where(held == 0, 0, self._right[at]) + still
+            fresh = held == 0
+            intact = self._intact[at] | fresh
+            gain = self._gain if len(self._gain) == 1 else self._gain[np.minimum(held, len(self._gain) - 1)]
+            still = intact & (self._difficulty[at, place] < gain)
+            # 0: right, 1: the first wrong one, 2: behind a wrong one
+            margin[rows] = self._margins[2 - intact.astype(np.int64) - still, at, place]
+            self._right[at] = self._right[at] * ~fresh + still
             self._intact[at] = still
         finish = np.zeros(len(slots), dtype=np.int64)
         return StepOutcome(accepted=accepted, committed=committed, finish=finish, margin=margin, seconds=seconds)
