@@ -1,0 +1,124 @@
+"""Policies that follow the acceptance of each request: the paper's rule and the feedback rule it compares with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aspire.errors import UsageError
+from aspire.scheduler.features import StepFeatures
+from aspire.scheduler.policies.base import Action, Feedback, Ints, Policy, PolicyView
+
+
+@dataclass(frozen=True)
+class AspireParams:
+    """``w``: weight of the old estimate; ``alpha_0``: first estimate; ``gamma_init``: drafts of the first round.
+
+    ``cost_ratio`` fixes c = T_draft / T_verify; when None it comes from the cost model at every step.
+    """
+
+    w: float = 0.8
+    alpha_0: float = 0.9
+    gamma_init: int = 3
+    cost_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("w", "alpha_0"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UsageError(f"policy parameter {name}={getattr(self, name)} is not in 0..1")
+        if self.gamma_init < 0:
+            raise UsageError(f"policy parameter gamma_init={self.gamma_init} is negative; give a draft length >= 0")
+        if self.cost_ratio is not None and self.cost_ratio <= 0:
+            raise UsageError(f"policy parameter cost_ratio={self.cost_ratio} is not positive; give T_draft / T_verify")
+
+
+def expected_tokens(alpha: NDArray[np.float64], d_max: int) -> NDArray[np.float64]:
+    """[n, d_max + 1]: E(g) = (1 - a^(g+1)) / (1 - a), expected tokens of a round of draft length g (DESIGN section 2)."""
+    powers = np.power(alpha[:, None], np.arange(d_max + 1))
+    return np.asarray(np.cumsum(powers, axis=1))
+
+
+class Aspire(Policy):
+    """The paper's rule (arXiv 2609.17943), exactly: g* = argmax E(g) / (1 + c g) per request, verify when drafted >= g*.
+
+    c prices a request as if all slots were copies of it (the paper's homogeneous approximation).
+    """
+
+    kind = "aspire"
+    needs_cost_model = True
+    Params = AspireParams
+
+    def __init__(self, params: AspireParams, max_slots: int, d_max: int) -> None:
+        super().__init__(params, max_slots, d_max)
+        self._alpha = np.full(max_slots, params.alpha_0)
+        self._first_round = np.ones(max_slots, dtype=bool)
+
+    def reset(self, slots: Ints) -> None:
+        self._alpha[slots] = self.params.alpha_0
+        self._first_round[slots] = True
+
+    def plan(self, view: PolicyView) -> NDArray[np.int8]:
+        gains = expected_tokens(self._alpha[view.slots], self.d_max)
+        costs = 1.0 + self._cost_ratio(view)[:, None] * np.arange(self.d_max + 1)
+        target = np.argmax(gains / costs, axis=1)
+        target = np.where(self._first_round[view.slots], min(self.params.gamma_init, self.d_max), target)
+        return np.where(view.drafted >= target, Action.VERIFY, Action.DRAFT).astype(np.int8)
+
+    def observe(self, feedback: Feedback) -> None:
+        verified = feedback.verified
+        self._first_round[feedback.slots[verified]] = False
+        learn = verified & (feedback.drafted > 0)
+        slots, accepted = feedback.slots[learn], feedback.accepted[learn]
+        estimate = accepted / np.minimum(accepted + 1, feedback.drafted[learn])
+        self._alpha[slots] = self.params.w * self._alpha[slots] + (1.0 - self.params.w) * estimate
+
+    def _cost_ratio(self, view: PolicyView) -> NDArray[np.float64]:
+        count = len(view.slots)
+        if self.params.cost_ratio is not None:
+            return np.full(count, self.params.cost_ratio)
+        if view.cost_model is None:
+            raise UsageError("policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first")
+        copies = _times(view.draft_features(), count), _times(view.verify_features(), count)
+        draft_s, verify_s = view.cost_model.predict(copies[0]), view.cost_model.predict(copies[1])
+        return np.asarray(draft_s / np.maximum(verify_s, 1e-12))
+
+
+def _times(features: StepFeatures, count: int) -> StepFeatures:
+    return StepFeatures.from_matrix(features.matrix() * count)
+
+
+@dataclass(frozen=True)
+class FsmParams:
+    """``g_init``: first draft length; ``g_min``: never drafts less."""
+
+    g_init: int = 5
+    g_min: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.g_min <= self.g_init:
+            raise UsageError(f"policy parameters g_min={self.g_min}, g_init={self.g_init} are not 0 <= g_min <= g_init")
+
+
+class Fsm(Policy):
+    """Draft length by feedback: one more after a fully accepted draft, one fewer after a rejection (ASPIRE-FSM)."""
+
+    kind = "fsm"
+    Params = FsmParams
+
+    def __init__(self, params: FsmParams, max_slots: int, d_max: int) -> None:
+        super().__init__(params, max_slots, d_max)
+        self._g = np.full(max_slots, min(params.g_init, d_max), dtype=np.int64)
+
+    def reset(self, slots: Ints) -> None:
+        self._g[slots] = min(self.params.g_init, self.d_max)
+
+    def plan(self, view: PolicyView) -> NDArray[np.int8]:
+        return np.where(view.drafted >= self._g[view.slots], Action.VERIFY, Action.DRAFT).astype(np.int8)
+
+    def observe(self, feedback: Feedback) -> None:
+        learn = feedback.verified & (feedback.drafted > 0)
+        slots = feedback.slots[learn]
+        change = np.where(feedback.accepted[learn] == feedback.drafted[learn], 1, -1)
+        self._g[slots] = np.clip(self._g[slots] + change, max(1, self.params.g_min), self.d_max)

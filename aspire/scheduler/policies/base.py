@@ -1,0 +1,120 @@
+"""The interface of policies: at every step, each decoding request drafts one more token, verifies, or waits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aspire.errors import UsageError, check_keys
+from aspire.scheduler.features import CostModel, StepFeatures
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Action(IntEnum):
+    """What a policy may ask of a decoding request."""
+
+    DRAFT = 0
+    VERIFY = 1
+    WAIT = 2  # sit this step out (policies that keep the batch in step)
+
+
+@dataclass(frozen=True)
+class PolicyView:
+    """The decoding requests of this step, arrays [n], in slot order."""
+
+    slots: Ints
+    drafted: Ints  # draft tokens held
+    can_draft: NDArray[np.bool_]  # a further draft is allowed (length limits, page list present)
+    context_tokens: Ints  # committed KV tokens + drafts + 1: what a verification reads
+    sparse_tokens: Ints  # what one more draft step reads
+    full_layer_share: float  # share of layers that a draft step runs with full attention (refresh, delta)
+    select_layer_share: float  # share of layers whose page mass a verification computes
+    other: StepFeatures  # the rest of the batch (prefill chunks), as 0-d features
+    cost_model: CostModel | None
+
+    def draft_features(self) -> StepFeatures:
+        """Features [n] of one draft row each."""
+        full = self.full_layer_share * self.context_tokens
+        return StepFeatures.of(
+            rows=np.ones(len(self.slots)),
+            query_tokens=1.0,
+            draft_rows=1.0,
+            sparse_kv_tokens=(1.0 - self.full_layer_share) * self.sparse_tokens,
+            full_kv_tokens=full,
+            select_kv_tokens=full,
+            select_rows=float(self.full_layer_share > 0),
+        )
+
+    def verify_features(self) -> StepFeatures:
+        """Features [n] of one verification row each."""
+        return StepFeatures.of(
+            rows=np.ones(len(self.slots)),
+            query_tokens=self.drafted + 1.0,
+            verify_rows=1.0,
+            full_kv_tokens=self.context_tokens.astype(np.float64),
+            select_kv_tokens=self.select_layer_share * self.context_tokens,
+            select_rows=float(self.select_layer_share > 0),
+        )
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Outcome of a step, arrays [rows] over its drafting and verifying rows."""
+
+    slots: Ints
+    verified: NDArray[np.bool_]  # False: the row drafted
+    drafted: Ints  # drafts held before the step
+    accepted: Ints  # of a verification
+    margin: Floats  # of the token drafted; NaN where verified
+    features: StepFeatures  # of the whole step, 0-d
+    seconds: float  # measured or simulated; NaN where unknown
+
+
+class Policy(ABC):
+    """A rule over struct-of-arrays state, one entry per slot. Parameters are a frozen dataclass, so policies are data."""
+
+    kind: ClassVar[str]
+    needs_cost_model: ClassVar[bool] = False
+    Params: ClassVar[type[Any]]
+
+    def __init__(self, params: Any, max_slots: int, d_max: int) -> None:
+        self.params = params
+        self.max_slots = max_slots
+        self.d_max = d_max
+
+    @abstractmethod
+    def plan(self, view: PolicyView) -> NDArray[np.int8]:
+        """`Action` of each request of the view. The scheduler turns a DRAFT that is not allowed into a VERIFY."""
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learn from a finished step."""
+
+    def reset(self, slots: Ints) -> None:
+        """Forget the requests that were in ``slots``; others move in."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the policy may ever draft; if not, no page lists are made."""
+        return True
+
+
+def params_from(cls: type[Any], what: str, data: Mapping[str, Any]) -> Any:
+    """Build the frozen parameter dataclass ``cls`` from JSON ``data``; unknown keys and wrong types raise `UsageError`."""
+    check_keys(what, data, [field.name for field in fields(cls)])
+    for field in fields(cls):
+        value = data.get(field.name)
+        if value is None:
+            continue
+        expected = str(field.type)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if ("int" in expected and not (number and float(value).is_integer())) or ("float" in expected and not number):
+            raise UsageError(f"{what} parameter {field.name}={value!r} is not of type {expected}")
+    return cls(**data)

@@ -1,0 +1,46 @@
+"""A request as the scheduler sees it: lengths, limits and state; its tokens belong to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+
+class RequestState(Enum):
+    """Life of a request. Every request is in exactly one state; FINISHED and REJECTED are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    REJECTED = "rejected"
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; the names are those of the OpenAI and vLLM APIs."""
+
+    NONE = 0
+    STOP = 1  # a stop token or stop string
+    LENGTH = 2  # max_tokens or the model's length
+    ABORT = 3
+    ERROR = 4  # e.g. non-finite logits of this request
+
+
+@dataclass
+class Request:
+    """One generation request.
+
+    ``prompt_tokens`` and ``max_tokens`` are counts; ``page_hashes`` (one per full prompt page, chained) let equal
+    prefixes share pages.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int
+    arrival_s: float = 0.0
+    priority: int = 0  # smaller runs first, as in vLLM
+    page_hashes: tuple[int, ...] = ()
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason = FinishReason.NONE
+    generated: int = 0  # committed output tokens
+    preemptions: int = 0
+    order: int = field(default=-1, compare=False)  # submission order, set by the scheduler

@@ -1,0 +1,66 @@
+"""Struct-of-arrays state of the running requests: one row per slot."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aspire.scheduler.request import Request
+
+Ints = NDArray[np.int64]
+
+
+class Slots:
+    """State of up to ``max_slots`` running requests. All arrays are [max_slots].
+
+    ``known`` tokens are prompt plus committed output; ``computed`` of them have committed KV. A request decodes when
+    ``computed == known - 1``: its newest token is known and its KV not yet written.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        self.requests: list[Request | None] = [None] * max_slots
+        self.active = np.zeros(max_slots, dtype=bool)
+        self.known = np.zeros(max_slots, dtype=np.int64)
+        self.computed = np.zeros(max_slots, dtype=np.int64)
+        self.drafted = np.zeros(max_slots, dtype=np.int64)
+        self.generated = np.zeros(max_slots, dtype=np.int64)
+        self.limit = np.zeros(max_slots, dtype=np.int64)  # known tokens at which the request ends
+        self.seeded = np.zeros(max_slots, dtype=bool)  # a page list exists for the committed KV
+        self.sel_count = np.zeros(max_slots, dtype=np.int64)
+        self.tail_page = np.zeros(max_slots, dtype=np.int64)
+        self.order = np.zeros(max_slots, dtype=np.int64)  # submission order of the request
+        self.priority = np.zeros(max_slots, dtype=np.int64)
+        self.last_step = np.zeros(max_slots, dtype=np.int64)  # last step the slot took part in
+        self._free = list(range(max_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a request."""
+        return len(self._free)
+
+    def occupy(self, request: Request, limit: int) -> int:
+        """Move ``request`` into a free slot; all it knows is still to be computed. Returns the slot."""
+        slot = self._free.pop()
+        self.requests[slot] = request
+        self.active[slot] = True
+        self.known[slot] = request.prompt_tokens + request.generated
+        self.computed[slot] = 0
+        self.drafted[slot] = 0
+        self.generated[slot] = request.generated
+        self.limit[slot] = limit
+        self.seeded[slot] = False
+        self.order[slot] = request.order
+        self.priority[slot] = request.priority
+        self.last_step[slot] = -1
+        return slot
+
+    def vacate(self, slot: int) -> Request:
+        """Take the request out of ``slot``; its ``generated`` is brought up to date."""
+        request = self.requests[slot]
+        if request is None:
+            raise KeyError(f"slot {slot} holds no request")
+        request.generated = int(self.generated[slot])
+        self.requests[slot] = None
+        self.active[slot] = False
+        self._free.append(slot)
+        return request
