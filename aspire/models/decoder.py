@@ -112,8 +112,8 @@ class Decoder:
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Projections, q/k norm and ``attend``: [tokens, hidden] -> [tokens, q_size]."""
         config, tokens = self.config, x.shape[0]
-        qkv = linear(x, layer.qkv, layer.qkv_bias).view(tokens, -1, config.head_dim)
-        q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q, k, v = linear(x, layer.qkv, layer.qkv_bias).view(tokens, sum(heads), config.head_dim).split(heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None and not self.qk_norm_in_attend:
             q = self._head_norm(q, layer.q_norm)
             k = self._head_norm(k, layer.k_norm)

@@ -98,6 +98,12 @@ def test_attend_gets_q_and_k_before_rope(family: str) -> None:
     assert torch.equal(seen[0][1], seen[layers][1]) and torch.equal(seen[0][2], seen[layers][2])
 
 
+def test_no_tokens_give_no_rows() -> None:
+    model = load_model("tiny-qwen3", load_format="dummy").model
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert our_logits(model, nothing).shape == (0, model.config.vocab_size)
+
+
 def test_qk_norm_may_be_left_to_attend() -> None:
     model = load_model("tiny-qwen3", load_format="dummy").model
     input_ids = torch.arange(20)
