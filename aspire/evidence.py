@@ -1,6 +1,7 @@
 """Evidence files: measured figures with what is needed to measure them again.
 
-Format: ``{"meta": {command, commit, date, hardware, driver, torch, triton, clocks}, "results": [{id, value, unit, n, spread, detail}]}``.
+Format: ``{"meta": {command, commit, date, hardware, driver, torch, triton, clocks},
+"results": [{id, value, unit, n, spread, detail}]}``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def package_version(name: str) -> str | None:
 
 
 def current_commit() -> str | None:
-    """Commit of the source tree this package runs from (``ASPIRE_COMMIT`` where there is no git), ``-dirty`` if changed."""
+    """Commit of this source tree (``ASPIRE_COMMIT`` where there is no git), ``-dirty`` if it was changed."""
     here = str(Path(__file__).resolve().parent)
     head = _output_of(["git", "-C", here, "rev-parse", "HEAD"])
     if head is None:

@@ -31,7 +31,9 @@ def open_atomic(path: str | Path, mode: str = "w") -> Iterator[IO[Any]]:
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror or error}; free space or choose another path") from error
+        raise InputError(
+            f"cannot write {target}: {error.strerror or error}; free space or choose another path"
+        ) from error
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
@@ -61,4 +63,6 @@ def read_json(path: str | Path, what: str = "file") -> Any:
     except OSError as error:
         raise InputError(f"{what} {source} cannot be read: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{what} {source} is not valid JSON ({error}); write it again with the command that makes it") from error
+        raise InputError(
+            f"{what} {source} is not valid JSON ({error}); write it again with the command that makes it"
+        ) from error

@@ -38,24 +38,41 @@ class StepFeatures:
     @classmethod
     def of(cls, **values: float | Floats) -> StepFeatures:
         """Features from the named values; what is not named is zero, ``padded_tokens`` defaults to ``query_tokens``."""
-        values.setdefault("padded_tokens", values.get("query_tokens", 0.0))
-        arrays = np.broadcast_arrays(*(np.asarray(values.get(name, 0.0), dtype=np.float64) for name in FEATURES))
-        return cls(**dict(zip(FEATURES, arrays, strict=True)))
+        if "padded_tokens" not in values:
+            values["padded_tokens"] = values.get("query_tokens", 0.0)
+        if not values.keys() <= _PLACE.keys():
+            raise TypeError(f"unknown features: {sorted(values.keys() - _PLACE.keys())}")
+        if all(type(value) in _SCALARS for value in values.values()):
+            # one step: broadcasting eleven numbers would cost more than all else here
+            return cls.from_matrix(np.array([values.get(name, 0.0) for name in FEATURES], dtype=np.float64))
+        shape = np.broadcast_shapes(*(np.shape(value) for value in values.values()))
+        matrix = np.zeros((*shape, len(FEATURES)))
+        for name, value in values.items():
+            matrix[..., _PLACE[name]] = value
+        return cls.from_matrix(matrix)
 
     def matrix(self) -> Floats:
         """[..., len(FEATURES)]: the features as columns, in the order of `FEATURES`."""
-        return np.stack([getattr(self, name) for name in FEATURES], axis=-1)
+        whole: Floats | None = self.__dict__.get("_matrix")
+        return np.stack([getattr(self, name) for name in FEATURES], axis=-1) if whole is None else whole
 
     @classmethod
     def from_matrix(cls, matrix: Floats) -> StepFeatures:
         """Inverse of `matrix`."""
-        return cls(**{name: matrix[..., index] for index, name in enumerate(FEATURES)})
+        made = object.__new__(cls)
+        # the columns are views; the matrix is kept beside them, so that `matrix` need not put it together again
+        made.__dict__["_matrix"] = matrix
+        for index, name in enumerate(FEATURES):
+            made.__dict__[name] = matrix[..., index]
+        return made
 
     def __add__(self, other: StepFeatures) -> StepFeatures:
-        return StepFeatures(**{name: getattr(self, name) + getattr(other, name) for name in FEATURES})
+        return StepFeatures.from_matrix(self.matrix() + other.matrix())
 
 
 FEATURES: tuple[str, ...] = tuple(field.name for field in fields(StepFeatures))
+_PLACE = {name: index for index, name in enumerate(FEATURES)}
+_SCALARS = frozenset((float, int, np.float64, np.int64))
 
 
 class CostModel(Protocol):

@@ -18,7 +18,9 @@ class PageTable:
 
     def __init__(self, num_pages: int, max_slots: int, max_pages_per_slot: int) -> None:
         if num_pages < 2:
-            raise CapacityError(f"a KV pool of {num_pages} pages holds nothing; at least 2 are needed, raise the memory share")
+            raise CapacityError(
+                f"a KV pool of {num_pages} pages holds nothing; at least 2 are needed, raise the memory share"
+            )
         self.num_pages = num_pages
         self.table = np.zeros((max_slots, max_pages_per_slot), dtype=np.int32)
         self.held = np.zeros(max_slots, dtype=np.int64)
@@ -36,8 +38,13 @@ class PageTable:
         """Pages that nobody holds."""
         return self._num_free
 
+    def missing(self, slots: Ints, pages: Ints) -> int:
+        """Pages that `grow` would take."""
+        short = pages - self.held[slots]
+        return int(short[short > 0].sum())
+
     def grow(self, slots: Ints, pages: Ints) -> Ints:
-        """Let each of ``slots`` hold at least ``pages`` pages; returns the new entries [n, 3] (slot, logical, physical).
+        """Let each of ``slots`` hold at least ``pages`` pages; returns new entries [n, 3]: slot, logical, physical.
 
         Raises `CapacityError`, with nothing changed, when fewer pages are free than are needed.
         """
@@ -46,7 +53,9 @@ class PageTable:
         if total == 0:
             return np.empty((0, 3), dtype=np.int64)
         if total > self._num_free:
-            raise CapacityError(f"{total} KV pages are needed and {self._num_free} are free; preempt or lower max-num-seqs")
+            raise CapacityError(
+                f"{total} KV pages are needed and {self._num_free} are free; preempt or lower max-num-seqs"
+            )
         owner = np.repeat(slots, missing)
         within = np.arange(total) - np.repeat(np.cumsum(missing) - missing, missing)
         logical = self.held[owner] + within

@@ -1,4 +1,4 @@
-"""What one step does (`StepPlan`) and what came of it (`StepOutcome`): the two records between scheduler and executor."""
+"""What a step does (`StepPlan`) and what came of it (`StepOutcome`): all that scheduler and executor exchange."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class StepPlan:
     tail_page: Ints
     new_pages: Ints  # [n, 3]: (slot, logical page, physical page) entries to add to the block tables
     requests: tuple[str, ...]  # request id of each row
+    tenancy: Ints  # number of the stay in its slot: tells a request from another that moved in since
     preempted: tuple[str, ...]  # requests sent back to the queue by this step
     features: StepFeatures
 

@@ -23,6 +23,12 @@ from aspire.scheduler.slots import Slots
 
 Ints = NDArray[np.int64]
 
+# plain numbers: an attribute of an IntEnum costs as much as a small numpy operation
+_PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
+_ACT_DRAFT, _ACT_VERIFY, _ACT_WAIT = int(Action.DRAFT), int(Action.VERIFY), int(Action.WAIT)
+_EVERY = slice(None)
+_NONE, _LENGTH = int(FinishReason.NONE), int(FinishReason.LENGTH)
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -69,7 +75,8 @@ class Scheduler:
         built = policy.build(self.config.max_num_seqs)
         if built.needs_cost_model and self.cost_model is None and policy.params.get("cost_ratio") is None:
             raise UsageError(
-                f"policy '{policy.kind}' needs a cost model; give --cost-model (made by 'aspire calibrate') or its parameter cost_ratio"
+                f"policy '{policy.kind}' needs a cost model; give --cost-model (made by 'aspire calibrate') "
+                "or its parameter cost_ratio"
             )
         layers = self.config.num_layers
         selector = policy.selector
@@ -149,30 +156,31 @@ class Scheduler:
     def update(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
         """Apply what came of ``plan``; returns the requests that finished in it."""
         slots = self.slots
-        rows = np.array([slots.requests[s] is not None and slots.requests[s].request_id == r  # type: ignore[union-attr]
-                         for s, r in zip(plan.slots.tolist(), plan.requests, strict=True)], dtype=bool)
+        rows = slots.tenancy[plan.slots] == plan.tenancy
+        if rows.all():
+            rows = _EVERY  # nobody left since the step was planned: views, not copies
         rows_slots = plan.slots[rows]
         modes, query = plan.modes[rows], plan.query_tokens[rows]
         committed = outcome.committed[rows]
-        draft, verify = modes == Mode.DRAFT, modes == Mode.VERIFY
+        draft, verify = modes == _DRAFT, modes == _VERIFY
         slots.drafted[rows_slots[draft]] += 1
         slots.drafted[rows_slots[~draft]] = 0
         slots.known[rows_slots] += committed
         slots.generated[rows_slots] += committed
-        slots.computed[rows_slots] += np.where(modes == Mode.PREFILL, query, committed)
+        slots.computed[rows_slots] += np.where(modes == _PREFILL, query, committed)
         sampled = rows_slots[~draft & plan.samples[rows]]
         if len(sampled):
             self._seed(sampled)
         self._observe(plan, outcome, rows, draft, verify)
         finish = outcome.finish[rows].copy()
-        at_limit = (slots.known[rows_slots] >= slots.limit[rows_slots]) & (finish == FinishReason.NONE) & ~draft
-        finish[at_limit] = FinishReason.LENGTH
+        at_limit = (slots.known[rows_slots] >= slots.limit[rows_slots]) & (finish == _NONE) & ~draft
+        finish[at_limit] = _LENGTH
         finished = []
         for index in np.flatnonzero(finish):
             request = self._leave(int(rows_slots[index]))
             self._finish(request, FinishReason(int(finish[index])))
             finished.append(request)
-        self._roll_back(rows_slots[verify & (finish == FinishReason.NONE)])
+        self._roll_back(rows_slots[verify & (finish == _NONE)])
         return finished
 
     # ---- inside --------------------------------------------------------------------------------------------------
@@ -188,8 +196,8 @@ class Scheduler:
             raise InputError(f"{name} has max_tokens {request.max_tokens}; give at least 1")
         if request.prompt_tokens >= config.max_model_len:
             raise InputError(
-                f"{name} has a prompt of {request.prompt_tokens} tokens; max-model-len {config.max_model_len} leaves no room "
-                "for output, shorten the prompt or raise --max-model-len"
+                f"{name} has a prompt of {request.prompt_tokens} tokens; max-model-len {config.max_model_len} leaves no "
+                "room for output, shorten the prompt or raise --max-model-len"
             )
         pages = -(-self._limit(request) // config.block_size)
         if pages > self.pages.num_usable:
@@ -223,22 +231,26 @@ class Scheduler:
         if not len(decoding):
             empty = np.empty(0, dtype=np.int64)
             return empty, empty, empty
-        view = self._view(decoding, prefilling)
-        actions = self.policy.plan(view) if self.policy.drafts else np.full(len(decoding), Action.VERIFY, dtype=np.int8)
-        draft = (actions == Action.DRAFT) & view.can_draft
-        running = actions != Action.WAIT
-        if not running.any():
-            running[:] = True  # a batch in which all wait would never move
-        modes = np.where(draft, np.int64(Mode.DRAFT), np.int64(Mode.VERIFY))[running]
-        kept = decoding[running]
-        query = np.where(modes == Mode.DRAFT, 1, slots.drafted[kept] + 1)
+        kept = decoding
+        if self.policy.drafts:
+            view = self._view(decoding, prefilling)
+            actions = self.policy.plan(view)
+            draft = (actions == _ACT_DRAFT) & view.can_draft
+            modes = np.where(draft, _DRAFT, _VERIFY)
+            running = actions != _ACT_WAIT
+            # a batch in which all wait would never move
+            if not running.all() and running.any():
+                modes, kept, draft = modes[running], kept[running], draft[running]
+            query = np.where(draft, 1, slots.drafted[kept] + 1)
+        else:
+            modes, query = np.full(len(kept), _VERIFY), slots.drafted[kept] + 1
         if int(query.sum()) > config.max_num_batched_tokens:
             # the longest idle go first; the rest sit this step out
             turn = np.argsort(slots.last_step[kept], kind="stable")
             fits = np.sort(turn[np.cumsum(query[turn]) <= config.max_num_batched_tokens])
             modes, kept, query = modes[fits], kept[fits], query[fits]
         needed = -(-(slots.computed[kept] + slots.drafted[kept] + 1) // config.block_size)
-        while int(np.maximum(needed - self.pages.held[kept], 0).sum()) > self.pages.num_free:
+        while self.pages.missing(kept, needed) > self.pages.num_free:
             victim = self._victim()
             preempted.append(self._preempt(victim))
             stays = kept != victim
@@ -285,17 +297,19 @@ class Scheduler:
         self, decode: Ints, modes: Ints, query: Ints, chunks: Ints, chunk_tokens: Ints, preempted: tuple[str, ...]
     ) -> StepPlan | None:
         slots = self.slots
-        all_slots = np.concatenate([decode, chunks])
-        if not len(all_slots):
+        rows, row_modes, row_query = decode, modes, query  # decoding rows are in slot order
+        if len(chunks):
+            rows = np.concatenate([decode, chunks])
+            order = np.argsort(rows)
+            rows = rows[order]
+            row_modes = np.concatenate([modes, np.full(len(chunks), _PREFILL)])[order]
+            row_query = np.concatenate([query, chunk_tokens])[order]
+        if not len(rows):
             return None
-        order = np.argsort(all_slots)
-        rows = all_slots[order]
-        row_modes = np.concatenate([modes, np.full(len(chunks), Mode.PREFILL, dtype=np.int64)])[order]
-        row_query = np.concatenate([query, chunk_tokens])[order]
-        draft = row_modes == Mode.DRAFT
+        draft = row_modes == _DRAFT
         drafted = slots.drafted[rows]
         start = slots.computed[rows] + np.where(draft, drafted, 0)
-        samples = (row_modes != Mode.PREFILL) | (start + row_query == slots.known[rows])
+        samples = (row_modes != _PREFILL) | (start + row_query == slots.known[rows])
         slots.last_step[rows] = self._step
         new_pages = np.concatenate(self._new_pages) if self._new_pages else np.empty((0, 3), dtype=np.int64)
         self._new_pages = []
@@ -312,7 +326,8 @@ class Scheduler:
             sel_count=slots.sel_count[rows],
             tail_page=slots.tail_page[rows],
             new_pages=new_pages,
-            requests=tuple(slots.requests[s].request_id for s in rows.tolist()),  # type: ignore[union-attr]
+            requests=tuple(slots.request_ids[rows].tolist()),
+            tenancy=slots.tenancy[rows],
             preempted=preempted,
             features=self._features(rows, row_modes, row_query, start, samples),
         )
@@ -321,25 +336,34 @@ class Scheduler:
 
     def _features(self, rows: Ints, modes: Ints, query: Ints, start: Ints, samples: NDArray[np.bool_]) -> StepFeatures:
         slots = self.slots
-        draft, prefill = modes == Mode.DRAFT, modes == Mode.PREFILL
+        draft, prefill = modes == _DRAFT, modes == _PREFILL
         context = start + query
-        sparse = ((slots.sel_count[rows] - slots.tail_page[rows]) * self.config.block_size + context)[draft].sum()
-        draft_full = self._full_layer_share * context[draft].sum()
-        full = context[~draft].sum()
-        selecting = (~draft & samples) if self._select_layer_share else np.zeros(len(rows), dtype=bool)
-        tokens = int(query.sum())
+        drafts, prefills = int(np.count_nonzero(draft)), int(np.count_nonzero(prefill))
+        tokens, full = int(query.sum()), int(context.sum())
+        sparse, draft_full = 0, 0.0
+        if drafts:
+            drafting, at = context[draft], rows[draft]
+            sparse = int((slots.sel_count[at] - slots.tail_page[at]).sum()) * self.config.block_size + int(
+                drafting.sum()
+            )
+            full -= int(drafting.sum())
+            draft_full = self._full_layer_share * float(drafting.sum())
+        selecting, selecting_kv = 0, 0
+        if self._select_layer_share:
+            chosen = ~draft & samples
+            selecting, selecting_kv = int(np.count_nonzero(chosen)), int(context[chosen].sum())
         return StepFeatures.of(
             rows=float(len(rows)),
             query_tokens=float(tokens),
             padded_tokens=float(self.padded(tokens)),
-            draft_rows=float(draft.sum()),
-            verify_rows=float((modes == Mode.VERIFY).sum()),
+            draft_rows=float(drafts),
+            verify_rows=float(len(rows) - drafts - prefills),
             sparse_kv_tokens=float((1.0 - self._full_layer_share) * sparse),
             full_kv_tokens=float(full + draft_full),
-            prefill_tokens=float(query[prefill].sum()),
-            prefill_qkv=float((query * context)[prefill].sum()),
-            select_kv_tokens=float(self._select_layer_share * context[selecting].sum() + draft_full),
-            select_rows=float(selecting.sum() + (draft.sum() if self._full_layer_share else 0)),
+            prefill_tokens=float(query[prefill].sum()) if prefills else 0.0,
+            prefill_qkv=float((query * context)[prefill].sum()) if prefills else 0.0,
+            select_kv_tokens=self._select_layer_share * selecting_kv + draft_full,
+            select_rows=float(selecting + (drafts if self._full_layer_share else 0)),
         )
 
     def padded(self, tokens: int) -> int:
@@ -353,7 +377,12 @@ class Scheduler:
         slots.sel_count[sampled], slots.tail_page[sampled] = self.policy_spec.selector.geometry(slots.computed[sampled])
 
     def _observe(
-        self, plan: StepPlan, outcome: StepOutcome, rows: NDArray[np.bool_], draft: NDArray[np.bool_], verify: NDArray[np.bool_]
+        self,
+        plan: StepPlan,
+        outcome: StepOutcome,
+        rows: NDArray[np.bool_],
+        draft: NDArray[np.bool_],
+        verify: NDArray[np.bool_],
     ) -> None:
         decode = draft | verify
         self.policy.observe(

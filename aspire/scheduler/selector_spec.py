@@ -1,4 +1,4 @@
-"""Which KV pages a draft step reads, as data: the rule's parameters and the page arithmetic that engine and simulator share."""
+"""Which KV pages a draft step reads, as data: the rule's parameters and the page arithmetic of engine and simulator."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SELECTOR_KINDS = ("window", "verify", "verify-per-layer", "refresh", "refresh-pe
 class SelectorSpec:
     """Parameters of a page selector.
 
-    A draft step reads ``budget = max(min_pages, ceil(budget_ratio * pages))`` pages: the ``sinks`` first, the ``recent``
-    newest and, for all kinds but ``window``, the pages with the most attention mass; ``window`` spends the whole budget
+    A draft step reads ``budget = max(min_pages, ceil(budget_ratio * pages))`` pages: the ``sinks`` first, the
+    ``recent`` newest and, for all kinds but ``window``, the pages with the most attention mass; ``window`` spends the whole budget
     on the newest. A context of at most ``budget`` pages is read in full.
 
     ``layer`` is the layer whose attention chooses a list shared by all layers (negative: from the end; the paper's N-2
@@ -43,15 +43,17 @@ class SelectorSpec:
     def __post_init__(self) -> None:
         check_choice("selector", self.kind, SELECTOR_KINDS)
         if not 0.0 <= self.budget_ratio <= 1.0:
-            raise UsageError(f"selector budget_ratio {self.budget_ratio} is not in 0..1; give a share of the context's pages")
+            raise UsageError(f"selector budget_ratio {self.budget_ratio} is not in 0..1; give a share of the pages")
         for name in ("sinks", "refresh_pages"):
             if getattr(self, name) < 0:
                 raise UsageError(f"selector {name} {getattr(self, name)} is negative; give a number of pages >= 0")
         if self.recent < 1:
-            raise UsageError(f"selector recent {self.recent} is too small; the newest page is always read, so give >= 1")
+            raise UsageError(
+                f"selector recent {self.recent} is too small; the newest page is always read, so give >= 1"
+            )
         if self.min_pages < self.sinks + self.recent:
             raise UsageError(
-                f"selector min_pages {self.min_pages} is smaller than sinks + recent = {self.sinks + self.recent}; raise it"
+                f"selector min_pages {self.min_pages} is below sinks + recent = {self.sinks + self.recent}; raise it"
             )
 
     @classmethod
@@ -96,22 +98,26 @@ class SelectorSpec:
         return ()
 
     def budget_pages(self, pages: Ints) -> Ints:
-        """Pages that a draft step may read of contexts of ``pages`` pages, by integer arithmetic so that all agree."""
-        ratio_ppm = round(self.budget_ratio * 1_000_000)
-        return np.maximum(self.min_pages, -(-pages * ratio_ppm // 1_000_000))
+        """Pages that a draft step may read of contexts of ``pages`` pages.
+
+        The product is rounded to float32 as on the device, so that host and device never disagree by one page.
+        """
+        wanted = np.ceil(np.float32(self.budget_ratio) * pages.astype(np.float32)).astype(np.int64)
+        return np.minimum(pages, np.maximum(wanted, max(self.min_pages, self.recent)))
 
     def geometry(self, computed: Ints) -> tuple[Ints, Ints]:
         """``(sel_count, tail_page)`` of requests with ``computed`` committed KV tokens, seeded now.
 
-        ``tail_page`` is the first logical page of the contiguous tail, ``sel_count`` the listed pages before it.
+        ``tail_page`` is the first logical page of the contiguous tail, ``sel_count`` the listed pages before it. The
+        page that the next token is written to counts.
         """
-        pages = computed // PAGE_TOKENS + 1  # counts the page that the next token is written to
+        pages = computed // PAGE_TOKENS + 1
         budget = self.budget_pages(pages)
-        recent = budget - self.sinks if self.kind == "window" else np.full_like(budget, self.recent)
-        covered = pages <= budget
-        tail_page = np.where(covered, 0, pages - recent)
-        sel_count = np.where(covered, 0, np.minimum(budget - recent, tail_page))
-        return sel_count, tail_page
+        if self.kind == "window":
+            tail_page = np.maximum(pages - np.maximum(budget - self.sinks, 1), np.minimum(self.sinks, pages - 1))
+            return np.minimum(self.sinks, tail_page), tail_page
+        tail_page = np.maximum(0, pages - self.recent)
+        return np.minimum(tail_page, np.maximum(0, budget - (pages - tail_page))), tail_page
 
     def max_selected(self, max_model_len: int) -> int:
         """Width of a page list: no context up to ``max_model_len`` tokens lists more pages before its tail."""

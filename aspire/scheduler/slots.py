@@ -19,6 +19,9 @@ class Slots:
 
     def __init__(self, max_slots: int) -> None:
         self.requests: list[Request | None] = [None] * max_slots
+        self.request_ids = np.full(max_slots, "", dtype=object)
+        self.tenancy = np.zeros(max_slots, dtype=np.int64)  # counts stays; negative while the slot is empty
+        self._stays = 0
         self.active = np.zeros(max_slots, dtype=bool)
         self.known = np.zeros(max_slots, dtype=np.int64)
         self.computed = np.zeros(max_slots, dtype=np.int64)
@@ -42,6 +45,9 @@ class Slots:
         """Move ``request`` into a free slot; all it knows is still to be computed. Returns the slot."""
         slot = self._free.pop()
         self.requests[slot] = request
+        self.request_ids[slot] = request.request_id
+        self._stays += 1
+        self.tenancy[slot] = self._stays
         self.active[slot] = True
         self.known[slot] = request.prompt_tokens + request.generated
         self.computed[slot] = 0
@@ -61,6 +67,7 @@ class Slots:
             raise KeyError(f"slot {slot} holds no request")
         request.generated = int(self.generated[slot])
         self.requests[slot] = None
+        self.tenancy[slot] = -1
         self.active[slot] = False
         self._free.append(slot)
         return request

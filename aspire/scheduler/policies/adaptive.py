@@ -35,13 +35,15 @@ class AspireParams:
 
 
 def expected_tokens(alpha: NDArray[np.float64], d_max: int) -> NDArray[np.float64]:
-    """[n, d_max + 1]: E(g) = (1 - a^(g+1)) / (1 - a), expected tokens of a round of draft length g (DESIGN section 2)."""
-    powers = np.power(alpha[:, None], np.arange(d_max + 1))
-    return np.asarray(np.cumsum(powers, axis=1))
+    """[d_max + 1, n]: E(g) = (1 - a^(g+1)) / (1 - a), expected tokens of a round of g drafts."""
+    powers = np.empty((d_max + 1, len(alpha)))
+    powers[0], powers[1:] = 1.0, alpha
+    np.multiply.accumulate(powers, axis=0, out=powers)
+    return np.asarray(np.add.accumulate(powers, axis=0, out=powers))
 
 
 class Aspire(Policy):
-    """The paper's rule (arXiv 2609.17943), exactly: g* = argmax E(g) / (1 + c g) per request, verify when drafted >= g*.
+    """The paper's rule (arXiv 2609.17943), exactly: g* = argmax E(g) / (1 + c g) by request; verify at g*.
 
     c prices a request as if all slots were copies of it (the paper's homogeneous approximation).
     """
@@ -61,8 +63,8 @@ class Aspire(Policy):
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         gains = expected_tokens(self._alpha[view.slots], self.d_max)
-        costs = 1.0 + self._cost_ratio(view)[:, None] * np.arange(self.d_max + 1)
-        target = np.argmax(gains / costs, axis=1)
+        costs = 1.0 + self._cost_ratio(view) * np.arange(self.d_max + 1)[:, None]
+        target = np.argmax(gains / costs, axis=0)
         target = np.where(self._first_round[view.slots], min(self.params.gamma_init, self.d_max), target)
         return np.where(view.drafted >= target, Action.VERIFY, Action.DRAFT).astype(np.int8)
 
@@ -79,14 +81,12 @@ class Aspire(Policy):
         if self.params.cost_ratio is not None:
             return np.full(count, self.params.cost_ratio)
         if view.cost_model is None:
-            raise UsageError("policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first")
-        copies = _times(view.draft_features(), count), _times(view.verify_features(), count)
-        draft_s, verify_s = view.cost_model.predict(copies[0]), view.cost_model.predict(copies[1])
-        return np.asarray(draft_s / np.maximum(verify_s, 1e-12))
-
-
-def _times(features: StepFeatures, count: int) -> StepFeatures:
-    return StepFeatures.from_matrix(features.matrix() * count)
+            raise UsageError(
+                "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
+            )
+        copies = np.concatenate([view.draft_features().matrix(), view.verify_features().matrix()]) * count
+        seconds = view.cost_model.predict(StepFeatures.from_matrix(copies))
+        return np.asarray(seconds[:count] / np.maximum(seconds[count:], 1e-12))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class PolicyView:
         """Features [n] of one draft row each."""
         full = self.full_layer_share * self.context_tokens
         return StepFeatures.of(
-            rows=np.ones(len(self.slots)),
+            rows=1.0,
             query_tokens=1.0,
             draft_rows=1.0,
             sparse_kv_tokens=(1.0 - self.full_layer_share) * self.sparse_tokens,
@@ -56,7 +56,7 @@ class PolicyView:
     def verify_features(self) -> StepFeatures:
         """Features [n] of one verification row each."""
         return StepFeatures.of(
-            rows=np.ones(len(self.slots)),
+            rows=1.0,
             query_tokens=self.drafted + 1.0,
             verify_rows=1.0,
             full_kv_tokens=self.context_tokens.astype(np.float64),
@@ -79,7 +79,7 @@ class Feedback:
 
 
 class Policy(ABC):
-    """A rule over struct-of-arrays state, one entry per slot. Parameters are a frozen dataclass, so policies are data."""
+    """A rule over struct-of-arrays state, one entry per slot. Its parameters are a frozen dataclass."""
 
     kind: ClassVar[str]
     needs_cost_model: ClassVar[bool] = False
@@ -107,7 +107,7 @@ class Policy(ABC):
 
 
 def params_from(cls: type[Any], what: str, data: Mapping[str, Any]) -> Any:
-    """Build the frozen parameter dataclass ``cls`` from JSON ``data``; unknown keys and wrong types raise `UsageError`."""
+    """Build the parameter dataclass ``cls`` from JSON ``data``; unknown keys and wrong types raise `UsageError`."""
     check_keys(what, data, [field.name for field in fields(cls)])
     for field in fields(cls):
         value = data.get(field.name)

@@ -38,7 +38,9 @@ class FixedParams:
 
     def __post_init__(self) -> None:
         if self.g < 1:
-            raise UsageError(f"policy parameter g={self.g} is too small; a draft has at least 1 token (or use autoregressive)")
+            raise UsageError(
+                f"policy parameter g={self.g} is too small; a draft has at least 1 token (or use autoregressive)"
+            )
 
 
 class Fixed(Policy):

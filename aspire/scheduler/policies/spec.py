@@ -64,7 +64,9 @@ class PolicySpec:
     def from_dict(cls, data: Any, source: str = "policy") -> PolicySpec:
         """Read the object of `to_dict`; raises `InputError` or `UsageError` that names ``source``."""
         if not isinstance(data, dict):
-            raise InputError(f"{source} holds {type(data).__name__}, not an object with 'kind'; write it with 'aspire tune'")
+            raise InputError(
+                f"{source} holds {type(data).__name__}, not an object with 'kind'; write it with 'aspire tune'"
+            )
         check_keys(source, data, ["version", *(name for name in cls.__dataclass_fields__)])
         version = data.get("version", SCHEMA_VERSION)
         if version != SCHEMA_VERSION:
