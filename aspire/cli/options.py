@@ -20,21 +20,26 @@ AllowMismatch = Annotated[
 OnError = Annotated[str, typer.Option("--on-error", help="What a malformed line of an input file does: fail or skip.")]
 
 
-def shared_options(template: Callable[..., Any], function: Callable[..., None], **later: Any) -> Callable[..., None]:
-    """A command with the options of ``template`` and of ``function``, in that order.
+def shared_options(
+    templates: list[Callable[..., Any]], function: Callable[..., None], **later: Any
+) -> Callable[..., None]:
+    """A command with the options of every template and of ``function``, in that order.
 
-    What ``template`` makes of its options is the first argument of ``function``. ``later``: names in annotations that
-    are imported only when a command runs.
+    What the templates make of their options are the first arguments of ``function``. ``later``: names in annotations
+    that are imported only when a command runs.
     """
-    shared = list(inspect.signature(template, locals=later, eval_str=True).parameters.values())
-    own = list(inspect.signature(function, locals=later, eval_str=True).parameters.values())[1:]
-    names = {parameter.name for parameter in shared}
+    groups = [inspect.signature(template, locals=later, eval_str=True).parameters for template in templates]
+    own = list(inspect.signature(function, locals=later, eval_str=True).parameters.values())[len(templates) :]
 
     def command(**given: Any) -> None:
-        made = template(**{name: value for name, value in given.items() if name in names})
-        function(made, **{name: value for name, value in given.items() if name not in names})
+        made = [
+            template(**{name: given.pop(name) for name in group})
+            for template, group in zip(templates, groups, strict=True)
+        ]
+        function(*made, **given)
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*shared, *own]]
+    parameters = [parameter for group in groups for parameter in group.values()] + own
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__

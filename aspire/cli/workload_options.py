@@ -156,7 +156,7 @@ def cost_model_settings(cost_model: str) -> dict[str, Any]:
 
 def scenario_options(function: Callable[..., None]) -> Callable[..., None]:
     """Give a command every option of a what-if; ``function`` receives them as one `Scenario`, its first argument."""
-    return shared_options(_options, function, Scenario=Any)
+    return shared_options([_options], function, Scenario=Any)
 
 
 class RangeWatch:
