@@ -9,6 +9,8 @@ without a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +56,19 @@ LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if PDL else {"PDL": F
 """Launch options that every kernel gets."""
 
 
+@contextmanager
+def plain_launches() -> Iterator[None]:
+    """Launch without `PDL` inside the block, to measure what it is worth."""
+    kept = dict(LAUNCH)
+    LAUNCH.clear()
+    LAUNCH["PDL"] = False
+    try:
+        yield
+    finally:
+        LAUNCH.clear()
+        LAUNCH.update(kept)
+
+
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """First line of every kernel: wait until the kernel before has ended and its writes can be seen, then let the next
@@ -85,6 +100,7 @@ __all__ = [
     "cdiv",
     "multiprocessors",
     "next_power_of_2",
+    "plain_launches",
     "tl",
     "triton",
     "wait_for_inputs",

@@ -24,7 +24,10 @@ DESC = 8
 tile, row."""
 
 
-@triton.jit
+# run-time integers wherever the speed allows: a forward of another size needs no new compilation
+@triton.jit(
+    do_not_specialize=["rows", "max_verify_q", "programs", "min_share", "query_tiles", "block_m", "block_n", "steps"]
+)
 def plan_kernel(
     row_slot,
     q_start,
@@ -41,27 +44,27 @@ def plan_kernel(
     max_verify_q,
     programs,
     min_share,
+    query_tiles,
+    block_m,
+    block_n,
+    steps,  # of the search: 2^steps > jobs
     KIND: tl.constexpr,
     SPLIT: tl.constexpr,
-    QUERY_TILES: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: list the live jobs of one class, then cut their units into shares."""
     wait_for_inputs(PDL)
     jobs = 0
     tiles_before = 0
-    for j0 in range(0, rows * QUERY_TILES, BLOCK_J):
+    for j0 in range(0, rows * query_tiles, BLOCK_J):
         j = j0 + tl.arange(0, BLOCK_J)
-        row = j // QUERY_TILES
-        query_tile = j % QUERY_TILES
+        row = j // query_tiles
+        query_tile = j % query_tiles
         inside = row < rows
         length = tl.load(q_len + row, mask=inside, other=0)
         is_sparse = tl.load(sparse + row, mask=inside, other=0)
@@ -77,13 +80,13 @@ def plan_kernel(
         else:
             mine = (length > 0) & (is_sparse == 0)
             mine = mine & (length <= max_verify_q) if KIND == 1 else mine & (length > max_verify_q)
-            mine = mine & (query_tile * BLOCK_M < length * GROUP)
+            mine = mine & (query_tile * block_m < length * GROUP)
             count = tl.zeros_like(length)
             tail = tl.zeros_like(length)
             # the newest query token of this tile decides how far it reads
-            last = tl.minimum(length, ((query_tile + 1) * BLOCK_M - 1) // GROUP + 1)
+            last = tl.minimum(length, ((query_tile + 1) * block_m - 1) // GROUP + 1)
             visible = tokens - length + last
-        tiles = tl.where(mine, (visible + BLOCK_N - 1) // BLOCK_N, 0)
+        tiles = tl.where(mine, (visible + block_n - 1) // block_n, 0)
         live = mine.to(tl.int32)
         place = jobs + tl.cumsum(live, 0) - 1
         before = tiles_before + tl.cumsum(tiles, 0) - tiles
@@ -112,7 +115,7 @@ def plan_kernel(
             busy = (g < programs) & (unit < units)
             low = tl.zeros([BLOCK_G], tl.int32)
             high = tl.zeros([BLOCK_G], tl.int32) + tl.maximum(jobs - 1, 0)
-            for _ in range(SEARCH_STEPS):
+            for _ in range(steps):
                 middle = (low + high + 1) // 2
                 reached = tl.load(first_tile + middle, mask=busy, other=0) * KV_HEADS <= unit
                 low = tl.where(reached, middle, low)
@@ -186,18 +189,18 @@ def make_plan(
         int(batch.max_verify_q or 0),
         programs,
         max(1, tile.min_share),
+        query_tiles,
+        tile.block_m,
+        tile.block_n,
+        max(1, job_bound.bit_length()),
         KIND=kind,
         SPLIT=tile.split,
-        QUERY_TILES=query_tiles,
         GROUP=group,
         KV_HEADS=kv_heads,
         PAGE=PAGE_SIZE,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_J=min(1024, max(16, next_power_of_2(job_bound))),
-        BLOCK_G=min(1024, max(16, next_power_of_2(programs))) if tile.split else 16,
-        SEARCH_STEPS=max(1, job_bound.bit_length()),
-        num_warps=8 if job_bound > 256 else 4,
+        BLOCK_J=128 if job_bound <= 128 else 1024,
+        BLOCK_G=512,
+        num_warps=8,
         **LAUNCH,
     )
     return plan

@@ -102,7 +102,7 @@ def _descriptor(desc, job):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["score_pages", "stride_table", "stride_list"])
 def attention_kernel(
     q_ptr,  # [tokens, heads, head_dim]
     k_ptr,  # [num_pages, kv_heads, page, head_dim]

@@ -20,6 +20,7 @@ import torch
 from aspire.errors import AspireError
 from aspire.evidence import write_evidence
 from aspire.fileio import write_json_atomic
+from aspire_kernels._triton import LAUNCH, plain_launches
 from aspire_kernels.attention import tuning
 from aspire_kernels.attention.tuning import Tile, point_dict, table_name
 from aspire_kernels.bench.elementwise import elementwise_results
@@ -82,7 +83,8 @@ def bandwidth_result(
     del work
     torch.cuda.empty_cache()
     if libraries:
-        detail["library_seconds"] = library_seconds(shape, rows, pages * 16 or tokens, flex=shape is SMOL)
+        flex = identifier == "kernel.attn_full_smol_128x7k"  # its compilation takes many seconds
+        detail["library_seconds"] = library_seconds(shape, rows, pages * 16 or tokens, flex=flex)
         torch.cuda.empty_cache()
     return {
         "id": identifier,
@@ -141,6 +143,31 @@ def ratio_results(repeats: int) -> list[dict[str, Any]]:
     return results
 
 
+def launch_results(repeats: int) -> list[dict[str, Any]]:
+    """Short attention calls launched plainly against launched with programmatic dependent launch."""
+    if not LAUNCH["PDL"]:
+        return []
+    results = []
+    for name, work in (
+        ("smol_128x32p", prepared(SMOL, [7200] * 128, pages=32)),
+        ("smol_32x7k", prepared(SMOL, [7200] * 32)),
+    ):
+        early = measure(work.calls(), repeats=repeats)
+        with plain_launches():
+            plain = measure(work.calls(), repeats=repeats)
+        results.append(
+            {
+                "id": f"kernel.plain_launch_{name}",
+                "value": plain.seconds / early.seconds,
+                "unit": "x",
+                "n": len(plain.samples),
+                "spread": plain.spread,
+                "detail": {"plain_us": plain.seconds * 1e6, "dependent_us": early.seconds * 1e6},
+            }
+        )
+    return results
+
+
 def prefill_results(repeats: int) -> list[dict[str, Any]]:
     """Prefill chunks of 2,048 tokens beside the library's causal attention; TFLOP/s of the visible half."""
     results = []
@@ -188,6 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m aspire_kernels.bench", description=__doc__)
     parser.add_argument("--out", required=True, help="evidence file to write")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and tiles; no library kernels")
+    parser.add_argument("--no-libraries", action="store_true", help="leave PyTorch's own kernels out")
     parser.add_argument("--sweep", action="store_true", help="search tile choices first")
     parser.add_argument("--table", help="where --sweep writes the tuning table (also printed)")
     parser.add_argument("--budget-seconds", type=float, default=240.0, help="time limit of the sweep's timing runs")
@@ -199,6 +227,7 @@ def main() -> int:
     begun = time.monotonic()
     torch.manual_seed(0)
     repeats = 5 if options.quick else 9
+    libraries = not (options.quick or options.no_libraries)
     copy = copy_bandwidth()
     say(f"copy bandwidth {copy.seconds / 1e12:.3f} TB/s")
     if options.sweep:
@@ -223,8 +252,9 @@ def main() -> int:
         }
     ]
     for case in BANDWIDTH_CASES:
-        results.append(bandwidth_result(*case, copy, repeats, not options.quick))
+        results.append(bandwidth_result(*case, copy, repeats, libraries))
         say(f"{results[-1]['id']} {results[-1]['value']:.3f} after {time.monotonic() - begun:.0f} s")
+    results += launch_results(repeats)
     results += ratio_results(repeats)
     say(f"ratios after {time.monotonic() - begun:.0f} s")
     results += prefill_results(repeats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import torch
 
 from aspire_kernels._triton import multiprocessors
 from aspire_kernels.attention import tuning
-from aspire_kernels.attention.interface import PAGE_SIZE
 from aspire_kernels.attention.plan import query_block
 from aspire_kernels.attention.tuning import KIND_NAMES, PREFILL, SPARSE, VERIFY, Tile, TunedPoint
 from aspire_kernels.bench.timing import Captured
@@ -94,18 +94,9 @@ def candidates(point: Point, quick: bool) -> Iterator[Tile]:
 
 
 def _small(point: Point) -> Workload:
-    """A tiny workload whose launches specialise exactly as the point's do (same strides, same constants)."""
-    pages = min(point.pages, 9) if point.pages else 0
-    small = Workload(point.shape, [min(point.kv_tokens, max(256, point.q_len))] * 2, q_len=point.q_len, pages=pages)
-    width = -(-point.kv_tokens // PAGE_SIZE)
-    table = torch.zeros(2, width, dtype=torch.int32, device="cuda")
-    table[:, : small.batch.block_table.shape[1]] = small.batch.block_table
-    small.batch.block_table = table
-    if point.pages:
-        wide = torch.zeros(small.layers, 2, point.pages - 8, dtype=torch.int32, device="cuda")
-        wide[:, :, : small.lists.shape[2]] = small.lists
-        small.lists = wide
-    return small
+    """A tiny workload whose launches need the same binaries as the point's."""
+    pages = min(point.pages, 9)
+    return Workload(point.shape, [max(256, point.q_len)] * 2, q_len=point.q_len, pages=pages, sets_bytes=1)
 
 
 def _compile(job: tuple[Point, list[Tile]]) -> int:
@@ -125,11 +116,15 @@ def _compile(job: tuple[Point, list[Tile]]) -> int:
 
 def compile_all(points: tuple[Point, ...], quick: bool, workers: int) -> None:
     """Compile every candidate of every point in ``workers`` processes."""
-    jobs = []
+    binaries = {}
     for point in points:
-        distinct = {(t.block_n, t.warps, t.stages, t.split): t for t in candidates(point, quick)}
-        tiles = list(distinct.values())
-        jobs += [(point, tiles[i::4]) for i in range(4) if tiles[i::4]]
+        for tile in candidates(point, quick):
+            binary = (point.shape, point.kind, point.q_len > 1, tile.block_m, tile.block_n, tile.warps, tile.stages)
+            binaries.setdefault((*binary, tile.split), (point, tile))
+    wanted: dict[Point, list[Tile]] = {}
+    for point, tile in binaries.values():
+        wanted.setdefault(point, []).append(tile)
+    jobs = [(point, tiles[i::8]) for point, tiles in wanted.items() for i in range(8) if tiles[i::8]]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.map(_compile, jobs, chunksize=1)
 
@@ -146,13 +141,16 @@ def sweep(
     points: tuple[Point, ...], *, quick: bool, say: Callable[[str], None], budget_s: float
 ) -> tuple[list[TunedPoint], list[dict[str, object]]]:
     """Best tile of each point (in time order of trials, within ``budget_s``) and every trial's time."""
-    begun, best, trials = time.monotonic(), [], []
+    end, best, trials = time.monotonic() + budget_s, [], []
     sms = multiprocessors(torch.device("cuda"))
-    for point in points:
+    for number, point in enumerate(points):
+        limit = time.monotonic() + (end - time.monotonic()) / (len(points) - number)
         workload = Workload(point.shape, [point.kv_tokens] * point.rows, q_len=point.q_len, pages=point.pages)
         results: list[tuple[float, Tile]] = []
-        for tile in candidates(point, quick):
-            if results and time.monotonic() - begun > budget_s:
+        tried = list(candidates(point, quick))
+        random.Random(0).shuffle(tried)  # a search cut short has still seen every kind
+        for tile in tried:
+            if results and time.monotonic() > limit:
                 break
             try:
                 results.append((_time(workload, point.kind, tile), tile))

@@ -44,6 +44,7 @@ class Workload:
         q_len: int = 1,
         pages: int = 0,
         dtype: torch.dtype = torch.bfloat16,
+        sets_bytes: int = SETS_BYTES,
     ) -> None:
         self.shape, self.q_len, self.pages, self.dtype = shape, q_len, pages, dtype
         self.kv_len = list(kv_len)
@@ -52,7 +53,7 @@ class Workload:
         total = sum(cdiv(n, PAGE_SIZE) for n in self.kv_len) + 1
         page_bytes = 2 * shape.kv_heads * PAGE_SIZE * shape.head_dim * dtype.itemsize
         read = rows * pages * page_bytes if pages else total * page_bytes
-        self.layers = max(1, min(8, cdiv(SETS_BYTES, read)))
+        self.layers = max(1, min(8, cdiv(sets_bytes, read)))
         size = (total, shape.kv_heads, PAGE_SIZE, shape.head_dim)
         self.caches = [
             tuple(torch.randn(size, device=device, dtype=dtype) for _ in range(2)) for _ in range(self.layers)
