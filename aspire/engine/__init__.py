@@ -1,0 +1,1 @@
+"""The engine: executes composed batches on torch."""

@@ -11,12 +11,16 @@ from aspire.errors import InputError, UsageError, check_choice, check_keys
 from aspire.fileio import read_json, write_json_atomic
 from aspire.scheduler.policies.adaptive import Aspire, Fsm
 from aspire.scheduler.policies.base import Policy, params_from
+from aspire.scheduler.policies.goodput import Goodput
 from aspire.scheduler.policies.simple import Autoregressive, Fixed, Staggered
 from aspire.scheduler.selector_spec import SelectorSpec
 
-POLICIES: dict[str, type[Policy]] = {policy.kind: policy for policy in (Autoregressive, Fixed, Staggered, Fsm, Aspire)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.kind: policy for policy in (Autoregressive, Fixed, Staggered, Fsm, Aspire, Goodput)
+}
 
 SCHEMA_VERSION = 1
+MAX_DRAFT = 16  # the longest draft of a round: a verification has at most 17 query tokens
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class PolicySpec:
 
     def __post_init__(self) -> None:
         check_choice("policy", self.kind, POLICIES)
-        if not 0 <= self.num_speculative_tokens <= 64:
-            raise UsageError(f"num_speculative_tokens {self.num_speculative_tokens} is not in 0..64")
+        if not 0 <= self.num_speculative_tokens <= MAX_DRAFT:
+            raise UsageError(f"num_speculative_tokens {self.num_speculative_tokens} is not in 0..{MAX_DRAFT}")
         params_from(POLICIES[self.kind].Params, f"policy '{self.kind}'", self.params)
 
     def build(self, max_slots: int) -> Policy:

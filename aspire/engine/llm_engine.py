@@ -1,0 +1,420 @@
+"""The engine: requests in, steps, outputs out. A step is `Scheduler.schedule` -> `ModelRunner.execute` -> `update`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aspire.engine.config import EngineConfig
+from aspire.engine.kv_pool import KVPool, fit_pages, page_bytes
+from aspire.engine.runner import ModelRunner, StepResult
+from aspire.engine.sequences import Sequences
+from aspire.engine.synthetic import SyntheticAcceptance
+from aspire.engine.text import OutputText
+from aspire.errors import InputError, UsageError
+from aspire.models import LoadedModel, load_model
+from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
+from aspire.sampling_params import SamplingParams
+from aspire.scheduler import (
+    CostModel,
+    FinishReason,
+    Mode,
+    PolicySpec,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StepOutcome,
+    StepPlan,
+)
+from aspire.tokenizer import Tokenizer, load_tokenizer
+from aspire_kernels import get_backend
+
+_MAX_DRAFT = 16
+GRAPH_BUCKETS = (1, 2, 4, 8, *range(16, 257, 16), *range(320, 1025, 64))
+
+
+@dataclass
+class _Live:
+    """A request in the engine."""
+
+    number: int  # submission order, row of the request table
+    request: Request
+    prompt: str | None
+    params: SamplingParams
+    seed: int
+    token_ids: list[int]  # prompt and committed output
+    text: OutputText | None
+    metrics: RequestMetrics
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    stop_reason: int | str | None = None
+    emitted: int = 0  # output tokens handed out
+
+
+class LLMEngine:
+    """Runs requests under one scheduler and one policy. Not thread-safe; `aspire.AsyncLLM` wraps it for servers."""
+
+    def __init__(
+        self, config: EngineConfig, *, cost_model: CostModel | None = None, model: LoadedModel | None = None
+    ) -> None:
+        self.config = config
+        device = _resolve_device(config.device)
+        backend = get_backend(config.attention_backend, device)
+        self.loaded = model or load_model(
+            config.model, config.dtype, device, config.load_format, seed=config.seed, ops=backend
+        )
+        decoder, shape = self.loaded.model, self.loaded.config
+        self.device = decoder.device
+        max_len = config.max_model_len or shape.max_position_embeddings
+        if max_len > shape.max_position_embeddings:
+            raise UsageError(
+                f"max_model_len {max_len} is more than the model's {shape.max_position_embeddings} positions; lower it"
+            )
+        use_graphs = self.device.type == "cuda" and not config.enforce_eager and backend.name == "triton"
+        limit = config.max_num_seqs * (_MAX_DRAFT + 1)
+        buckets = tuple(b for b in GRAPH_BUCKETS if b <= limit) if use_graphs else ()
+        pages_per_slot = -(-max_len // config.block_size)
+        wanted = config.max_num_seqs * pages_per_slot + 1
+        reserved = step_bytes(shape, decoder.dtype, config, pages_per_slot)
+        num_pages = config.num_pages or fit_pages(
+            shape,
+            decoder.dtype,
+            self.device,
+            utilization=config.gpu_memory_utilization,
+            reserved_bytes=reserved,
+            wanted_pages=wanted,
+        )
+        self.scheduler_config = SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_len,
+            num_pages=num_pages,
+            num_layers=shape.num_layers,
+            graph_buckets=buckets,
+        )
+        self.pool = KVPool(shape, num_pages, decoder.dtype, self.device)
+        policy = config.policy_spec
+        self.scheduler = Scheduler(self.scheduler_config, policy, cost_model, on_release=self._released)
+        self.sequences = Sequences(config.max_num_seqs, max_len, _MAX_DRAFT)
+        self.runner = ModelRunner(
+            decoder,
+            self.pool,
+            self.scheduler_config,
+            self.scheduler.pages,
+            self.sequences,
+            backend,
+            selector=policy.selector,
+            drafts=self.scheduler.policy.drafts,
+            use_graphs=use_graphs,
+        )
+        self._synthetic = (
+            SyntheticAcceptance(config.synthetic_acceptance_rates, config.seed)
+            if config.synthetic_acceptance_rates is not None
+            else None
+        )
+        self._tokenizer: Tokenizer | None = None
+        self._live: dict[str, _Live] = {}
+        self.log = StepLog()
+        self._submitted: list[_Live] = []
+        self._origin = time.perf_counter()
+        self._last_end: float | None = None
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises `InputError` where the model has none."""
+        if self._tokenizer is None:
+            if self.loaded.tokenizer_source is None:
+                raise InputError(f"model '{self.loaded.name}' has no tokenizer; give prompts as token ids")
+            self._tokenizer = load_tokenizer(self.loaded.tokenizer_source)
+        return self._tokenizer
+
+    def clock(self) -> float:
+        """Seconds since the engine (or the recording) began."""
+        return time.perf_counter() - self._origin
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_s: float | None = None,
+    ) -> None:
+        """Queue a prompt (text or token ids). Raises `InputError` or `CapacityError` for one that can never run."""
+        params = params or SamplingParams()
+        text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+        vocab = self.loaded.config.vocab_size
+        if any(not 0 <= token < vocab for token in ids):
+            bad = next(token for token in ids if not 0 <= token < vocab)
+            raise InputError(f"request '{request_id}' has token id {bad}; the model's vocabulary is 0..{vocab - 1}")
+        arrival = self.clock() if arrival_s is None else arrival_s
+        request = Request(request_id, len(ids), params.max_tokens, arrival, priority)
+        self.scheduler.add_request(request)
+        wants_text = params.detokenize and self.loaded.tokenizer_source is not None
+        if params.stop and not wants_text:
+            self.scheduler.abort(request_id)
+            raise InputError(
+                f"request '{request_id}' has stop strings and the model has no tokenizer; use stop_token_ids"
+            )
+        self._live[request_id] = live = _Live(
+            number=len(self._submitted),
+            request=request,
+            prompt=text,
+            params=params,
+            seed=_seed_of(self.config.seed, request_id) if params.seed is None else params.seed,
+            token_ids=ids,
+            text=OutputText(self.tokenizer, params) if wants_text else None,
+            metrics=RequestMetrics(arrival_s=arrival),
+        )
+        self._submitted.append(live)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; False if it is not there any more."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            live.metrics.finish_s = self.clock()
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request waits or runs."""
+        return self.scheduler.has_work
+
+    def set_policy(self, policy: PolicySpec | str) -> None:
+        """Switch policy and selector between two steps; outputs do not change, only their speed."""
+        spec = PolicySpec.parse(policy) if isinstance(policy, str) else policy
+        self.scheduler.set_policy(spec)
+        self.runner.set_selector(spec.selector, self.scheduler.policy.drafts)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that got tokens or ended in it."""
+        start = self.clock() if self._last_end is None else self._last_end
+        plan = self.scheduler.schedule()
+        if plan is None:
+            self._last_end = None
+            return []
+        self._place(plan, start)
+        result = self.runner.execute(plan)
+        outcome, committed, reasons = self._outcome(plan, result)
+        end = self.clock()
+        outcome = replace(outcome, seconds=end - start)
+        owner = np.array([self._live[name].number for name in plan.requests])
+        self._commit(plan, outcome, committed, result, end, reasons)
+        self.scheduler.update(plan, outcome)
+        ended = np.array([self._live[name].request.finish_reason != FinishReason.NONE for name in plan.requests])
+        log_step(self.log, plan, outcome, owner, start, ended)
+        self._last_end = end if self.scheduler.has_work else None
+        return self._emit(plan, outcome, ended, end)
+
+    def _place(self, plan: StepPlan, now: float) -> None:
+        """Tokens and sampling parameters of requests that entered a slot with this step."""
+        for index in np.flatnonzero((plan.modes == Mode.PREFILL) | (plan.start == 0)).tolist():
+            live, slot = self._live[plan.requests[index]], int(plan.slots[index])
+            if plan.start[index] == 0:
+                stops = () if live.params.ignore_eos else self.loaded.config.eos_token_ids
+                stops = (*stops, *live.params.stop_token_ids)
+                prompt = live.request.prompt_tokens
+                self.sequences.occupy(slot, live.token_ids, prompt, live.params, live.seed, stops)
+                if live.metrics.first_scheduled_s is None:
+                    live.metrics.first_scheduled_s = now
+
+    def _outcome(
+        self, plan: StepPlan, result: StepResult
+    ) -> tuple[StepOutcome, NDArray[np.int32], dict[int, int | str]]:
+        """What the step did to each row, stops applied: the outcome, committed tokens [rows, width], stop reasons."""
+        draft = plan.modes == Mode.DRAFT
+        finds = plan.samples & ~draft
+        accepted = np.where(plan.modes == Mode.VERIFY, result.accepted, 0).astype(np.int64)
+        if self._synthetic is not None:
+            accepted = self._synthetic.draw(plan, accepted)
+        width = int(accepted.max(initial=0)) + 1
+        at = np.minimum(result.sample_start[:, None] + np.arange(width), max(0, len(result.tokens) - 1))
+        given = finds[:, None] & (np.arange(width)[None, :] <= accepted[:, None])
+        tokens = result.tokens[at] if len(result.tokens) else np.zeros((plan.num_rows, width), dtype=np.int32)
+        committed = np.where(given, tokens, -1).astype(np.int32)
+        counts, stopped = self.sequences.cut_at_stops(plan.slots, committed)
+        finish = np.where(stopped, int(FinishReason.STOP), int(FinishReason.NONE))
+        reasons: dict[int, int | str] = {
+            int(row): int(committed[row, counts[row] - 1]) for row in np.flatnonzero(stopped)
+        }
+        for row in np.flatnonzero(counts > 0).tolist():
+            text = self._live[plan.requests[row]].text
+            if text is None:
+                continue
+            hit = text.push(committed[row, : counts[row]].tolist(), ends=bool(stopped[row]))
+            if hit is not None:
+                counts[row], finish[row] = hit.tokens, int(FinishReason.STOP)
+                reasons[row] = hit.stop
+        self._draft_tokens(plan, result, draft)
+        margin = np.full(plan.num_rows, np.nan)
+        margin[draft] = result.margin[result.sample_start[draft]]
+        broken = self._broken_rows(plan, result)
+        finish[broken] = int(FinishReason.ERROR)
+        counts[broken] = 0
+        return StepOutcome(accepted, counts, finish, margin), committed, reasons
+
+    def _draft_tokens(self, plan: StepPlan, result: StepResult, draft: NDArray[np.bool_]) -> None:
+        """Note the tokens drafted in this step behind what their slots know."""
+        slots = plan.slots[draft]
+        self.sequences.tokens[slots, self.sequences.known[slots] + plan.drafted[draft]] = result.tokens[
+            result.sample_start[draft]
+        ]
+
+    def _broken_rows(self, plan: StepPlan, result: StepResult) -> NDArray[np.int64]:
+        """Rows whose logits were not finite: they fail, the others go on."""
+        bad = ~np.isfinite(result.logprob)
+        if not bad.any():
+            return np.empty(0, dtype=np.int64)
+        row = np.searchsorted(result.sample_start, np.flatnonzero(bad), side="right") - 1
+        return np.unique(row)
+
+    def _commit(
+        self,
+        plan: StepPlan,
+        outcome: StepOutcome,
+        committed: NDArray[np.int32],
+        result: StepResult,
+        end: float,
+        reasons: dict[int, int | str],
+    ) -> None:
+        """Add the committed tokens to their requests."""
+        self.sequences.append(plan.slots, committed, outcome.committed)
+        for row in np.flatnonzero(outcome.committed > 0).tolist():
+            live, count = self._live[plan.requests[row]], int(outcome.committed[row])
+            live.token_ids.extend(committed[row, :count].tolist())
+            first = int(result.sample_start[row])
+            live.cumulative_logprob += float(result.logprob[first : first + count].sum())
+            if live.params.logprobs is not None and result.top_logprobs is not None:
+                self._add_logprobs(live, result, first, count)
+            if live.metrics.first_token_s is None:
+                live.metrics.first_token_s = end
+            live.stop_reason = reasons.get(row)
+
+    @staticmethod
+    def _add_logprobs(live: _Live, result: StepResult, first: int, count: int) -> None:
+        values, tokens = result.top_logprobs or ((), ())
+        wanted = live.params.logprobs or 0
+        for at in range(first, first + count):
+            best = {int(t): float(v) for t, v in zip(tokens[at][:wanted], values[at][:wanted], strict=True)}
+            live.logprobs.append({**best, int(result.tokens[at]): float(result.logprob[at])})
+
+    def _emit(self, plan: StepPlan, outcome: StepOutcome, ended: NDArray[np.bool_], end: float) -> list[RequestOutput]:
+        outputs = []
+        for row in np.flatnonzero((outcome.committed > 0) | ended).tolist():
+            live = self._live[plan.requests[row]]
+            if ended[row]:
+                live.metrics.finish_s = end
+                live.metrics.preemptions = live.request.preemptions
+                if live.text is not None:
+                    live.text.finish()
+                del self._live[live.request.request_id]
+            outputs.append(self._output(live, bool(ended[row])))
+        return outputs
+
+    def _output(self, live: _Live, finished: bool) -> RequestOutput:
+        prompt = live.request.prompt_tokens
+        output = live.token_ids[prompt:]
+        new = output[live.emitted :]
+        live.emitted = len(output)
+        reason = live.request.finish_reason.name.lower() if finished else None
+        completion = CompletionOutput(
+            index=0,
+            text=live.text.text if live.text is not None else "",
+            token_ids=output,
+            cumulative_logprob=live.cumulative_logprob,
+            logprobs=live.logprobs if live.params.logprobs is not None else None,
+            finish_reason=reason,
+            stop_reason=live.stop_reason if finished else None,
+        )
+        return RequestOutput(
+            request_id=live.request.request_id,
+            prompt=live.prompt,
+            prompt_token_ids=live.token_ids[:prompt],
+            outputs=[completion],
+            finished=finished,
+            metrics=live.metrics,
+            synthetic=self._synthetic is not None or self.loaded.synthetic,
+            new_token_ids=new,
+        )
+
+    def _released(self, slot: int, request: Request) -> None:
+        """A request left its slot: nothing of it may be read there any more."""
+        self.sequences.params[slot] = None
+        self.sequences.edits[slot] = False
+        self.sequences.logprobs[slot] = -1
+
+    # ---- records -------------------------------------------------------------------------------------------------
+
+    def begin_record(self) -> None:
+        """Forget what was recorded and start the clock anew; only between runs."""
+        if self.scheduler.has_work:
+            raise UsageError("begin_record while requests run; finish or abort them first")
+        self.log = StepLog()
+        self._submitted = []
+        self._origin = time.perf_counter()
+        self._last_end = None
+
+    def record(self) -> tuple[RequestTable, StepLog, dict[str, Any]]:
+        """What was recorded since `begin_record`: requests, steps, and the configuration that a replay needs."""
+        table = table_from_log(self.log, len(self._submitted))
+        for row, live in enumerate(self._submitted):
+            table.request_id[row] = live.request.request_id
+            table.arrival_s[row] = live.metrics.arrival_s
+            table.prompt_tokens[row] = live.request.prompt_tokens
+            table.max_tokens[row] = live.params.max_tokens
+            table.priority[row] = live.request.priority
+            table.preemptions[row] = live.request.preemptions
+            table.status[row] = status_of(live.request)
+            if live.request.finish_reason == FinishReason.ABORT and live.metrics.finish_s is not None:
+                table.finish_s[row] = live.metrics.finish_s
+        spec = self.scheduler.policy_spec
+        config = {
+            "source": "engine",
+            "model": self.loaded.name,
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+            "scheduler": asdict(self.scheduler_config),
+            "policy": spec.to_dict(),
+            "policy_label": spec.label,
+            "kv_bytes_per_token": page_bytes(self.loaded.config, self.loaded.model.dtype) // self.config.block_size,
+            "synthetic_acceptance": self._synthetic is not None or self.loaded.synthetic,
+        }
+        return table, self.log, config
+
+
+def step_bytes(shape: Any, dtype: torch.dtype, config: EngineConfig, pages_per_slot: int) -> int:
+    """Bytes that a step may need beside weights and KV: activations, logits, page mass, lists, attention scratch."""
+    tokens, element = config.max_num_batched_tokens, dtype.itemsize
+    widest = 2 * shape.intermediate_size + 2 * shape.q_size + 4 * shape.kv_size + 6 * shape.hidden_size
+    samples = min(tokens, config.max_num_seqs * (_MAX_DRAFT + 1))
+    logits = samples * shape.vocab_size * 4 * 2
+    mass = 3 * 4 * shape.num_layers * config.max_num_seqs * pages_per_slot
+    scratch = 512 << 20 if torch.cuda.is_available() else 0
+    return tokens * widest * element * 2 + logits + mass + scratch
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device '{name}' is not known; allowed: auto, cpu, cuda, cuda:N") from None
+
+
+def _seed_of(engine_seed: int, request_id: str) -> int:
+    """A seed that depends on nothing but the engine's seed and the request's id."""
+    digest = hashlib.blake2b(f"{engine_seed}/{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

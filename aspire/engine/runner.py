@@ -1,0 +1,257 @@
+"""The model runner: executes a `StepPlan` on torch. One upload, one forward (a graph replay on a GPU), one download."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aspire.engine.kv_pool import KVPool
+from aspire.engine.logit_edits import LogitEdits
+from aspire.engine.selectors import PageLists
+from aspire.engine.sequences import SAMPLING_COLUMNS, Sequences
+from aspire.engine.step_input import Shape, StepInput, count_samples, host_buffer
+from aspire.models import Decoder, rope_tables
+from aspire.scheduler import Mode, SchedulerConfig, SelectorSpec, StepPlan
+from aspire.scheduler.pages import PageTable
+from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows
+
+_NO_EDITS = LogitEdits.none()
+
+
+@dataclass(frozen=True)
+class StepBounds:
+    """Host-known sizes of a step. They choose which kernels run and with which shapes, so they key CUDA graphs."""
+
+    max_q: int
+    max_verify_q: int
+    max_full_kv: int  # of full rows; 0 = there are none
+    max_sparse_kv: int  # tokens that a drafting row reads; 0 = none drafts
+    max_kv: int  # of all rows
+    any_finds: bool  # some row verifies or ends its prefill
+
+    @classmethod
+    def of(cls, plan: StepPlan, granule: int = 1) -> StepBounds:
+        """Bounds of ``plan``, lengths rounded up to a power of two of at least ``granule`` (1: exact)."""
+        draft = plan.modes == Mode.DRAFT
+        kv = plan.start + plan.query_tokens
+        sparse = ((plan.sel_count - plan.tail_page) * 16 + kv)[draft]
+        full_q = plan.query_tokens[~draft]
+        max_q = int(plan.query_tokens.max())
+        verify_q = int(full_q[full_q <= MAX_VERIFY_QUERIES].max(initial=0))
+        return cls(
+            max_q=_round(max_q, granule),
+            max_verify_q=min(MAX_VERIFY_QUERIES, _round(verify_q, granule)),
+            max_full_kv=_round(int(kv[~draft].max(initial=0)), granule),
+            max_sparse_kv=_round(int(sparse.max(initial=0)), granule),
+            max_kv=_round(int(kv.max()), granule),
+            any_finds=bool((plan.samples & ~draft).any()),
+        )
+
+
+def _round(value: int, granule: int) -> int:
+    if granule <= 1 or value <= 1:
+        return value
+    return max(2, 1 << (value - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the device found, on the host. Tokens of row r are ``tokens[sample_start[r] : + count]``."""
+
+    tokens: NDArray[np.int32]  # [samples]
+    margin: NDArray[np.float32]  # [samples]
+    logprob: NDArray[np.float32]  # [samples] of the raw logits; NaN where the logits are not finite
+    accepted: NDArray[np.int32]  # [rows]
+    sample_start: NDArray[np.int32]  # [rows]
+    top_logprobs: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None  # [samples, k] values and tokens
+
+
+class ModelRunner:
+    """Owns everything on the device: KV pool, block table, page lists, sampling parameters, graphs."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        config: SchedulerConfig,
+        pages: PageTable,
+        sequences: Sequences,
+        backend: Backend,
+        *,
+        selector: SelectorSpec,
+        drafts: bool,
+        use_graphs: bool,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.config = config
+        self.backend = backend
+        self.device = model.device
+        self._pages = pages
+        self._sequences = sequences
+        slots = config.max_num_seqs
+        self.block_table = torch.zeros((slots, config.pages_per_slot), dtype=torch.int32, device=self.device)
+        self._sampling = {
+            name: torch.zeros(slots, dtype=getattr(torch, np.dtype(kind).name), device=self.device)
+            for name, kind in SAMPLING_COLUMNS.items()
+        }
+        self._cos, self._sin = rope_tables(model.config, config.max_model_len + MAX_VERIFY_QUERIES, self.device)
+        self._scale = model.config.head_dim**-0.5
+        # the fused kernel normalises q and k together with rope; the reference leaves it to the decoder
+        model.ops = backend
+        model.qk_norm_in_attend = backend.name == "triton" and model.config.qk_norm
+        self._graphs = None
+        if use_graphs:
+            from aspire.engine.graphs import GraphCache
+
+            self._graphs = GraphCache(self, config.graph_buckets)
+        self.set_selector(selector, drafts)
+
+    def set_selector(self, selector: SelectorSpec, drafts: bool) -> None:
+        """Use ``selector`` from the next step on; lists begin empty."""
+        self.lists = PageLists(
+            selector,
+            self.backend,
+            num_layers=self.model.config.num_layers,
+            max_slots=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            max_pages=self.config.pages_per_slot,
+            device=self.device,
+            drafts=drafts,
+        )
+        held = self._pages.held
+        slots = np.flatnonzero(held)
+        if len(slots):  # running requests: a window needs to know the first pages
+            logical = np.concatenate([np.arange(held[slot]) for slot in slots])
+            owner = np.repeat(slots, held[slots])
+            self._note_pages(np.stack([owner, logical, self._pages.table[owner, logical]], axis=1))
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    @property
+    def padded_tokens(self) -> tuple[int, ...]:
+        """Graph buckets in use."""
+        return self.config.graph_buckets if self._graphs is not None else ()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; returns when its results are on the host."""
+        self._upload_state(plan)
+        edits = (
+            LogitEdits.of(plan, self._sequences, self.device) if self._sequences.edits[plan.slots].any() else _NO_EDITS
+        )
+        top = int(self._sequences.logprobs[plan.slots].max(initial=-1))
+        if self._graphs is not None and edits.empty and top <= 0 and self._graphs.fits(plan):
+            return self._graphs.run(plan)
+        samples = max(1, count_samples(plan))  # an unfinished prefill samples nothing; one row keeps the shapes simple
+        shape = Shape(plan.num_query_tokens, plan.num_rows, samples, self.config.max_num_seqs)
+        host, view = host_buffer(shape.size, self.device.type == "cuda")
+        self.fill(StepInput(shape, view), plan)
+        inp = StepInput(shape, host.to(self.device, non_blocking=True))
+        packed, best = self.forward(inp, StepBounds.of(plan), edits, top)
+        return self.unpack(packed.cpu().numpy(), plan, samples, best)
+
+    def fill(self, inp: StepInput, plan: StepPlan) -> None:
+        """Write ``plan`` into the host input ``inp``."""
+        inp.fill(plan, self._sequences, self._pages, self.lists.selects)
+
+    @torch.inference_mode()
+    def forward(
+        self, inp: StepInput, bounds: StepBounds, edits: LogitEdits = _NO_EDITS, top: int = -1
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """The whole step on the device: model, sampling, acceptance, page lists. Returns the packed int32 results."""
+        backend, lists = self.backend, self.lists
+        weights = self.model.weights.layers
+        config = self.model.config
+        state = lists.begin(inp, self.block_table, bounds)
+        for batch in {id(state.mixed): state.mixed, id(state.full): state.full}.values():
+            backend.prepare(
+                batch, config.num_heads, config.num_kv_heads, config.head_dim, self.model.dtype, inp.shape.tokens
+            )
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+            fused = self.model.qk_norm_in_attend
+            q = backend.rope_and_kv_write(
+                q,
+                k,
+                v,
+                positions,
+                inp.slot_mapping,
+                self._cos,
+                self._sin,
+                self.pool.keys[layer],
+                self.pool.values[layer],
+                q_weight=weights[layer].q_norm if fused else None,
+                k_weight=weights[layer].k_norm if fused else None,
+                eps=config.rms_norm_eps,
+            )
+            return lists.attend(state, layer, q, self.pool.keys[layer], self.pool.values[layer], self._scale)
+
+        hidden = self.model.forward(inp.input_ids, inp.positions, attend)
+        logits = self.model.logits(hidden[inp.logit_row.long()])
+        best = None
+        if top >= 0:
+            best = torch.topk(torch.log_softmax(logits, dim=-1), max(1, top), dim=-1)
+        edits.apply(logits)
+        slot = inp.sample_slot.long()
+        rows = SamplingRows(
+            position=inp.sample_position, **{name: column[slot] for name, column in self._sampling.items()}
+        )
+        sampled = backend.sample(logits, rows)
+        accepted, length = self._accept(inp, sampled.token)
+        lists.finish(state, length)
+        packed = torch.cat(
+            (sampled.token, sampled.margin.view(torch.int32), sampled.logprob.view(torch.int32), accepted)
+        )
+        return packed, best
+
+    @staticmethod
+    def unpack(
+        packed: NDArray[np.int32], plan: StepPlan, samples: int, best: tuple[Tensor, Tensor] | None = None
+    ) -> StepResult:
+        """Split the packed results of ``plan``, padded to ``samples`` samples."""
+        rows = plan.num_rows
+        count = count_samples(plan)
+        verify = plan.modes == Mode.VERIFY
+        sampled = np.where(verify, plan.query_tokens, plan.samples)
+        top = None if best is None else (best[0].cpu().numpy(), best[1].int().cpu().numpy())
+        return StepResult(
+            tokens=packed[:count],
+            margin=packed[samples : samples + count].view(np.float32),
+            logprob=packed[2 * samples : 2 * samples + count].view(np.float32),
+            accepted=packed[3 * samples : 3 * samples + rows],
+            sample_start=(np.cumsum(sampled) - sampled).astype(np.int32),
+            top_logprobs=top,
+        )
+
+    def _accept(self, inp: StepInput, token: Tensor) -> tuple[Tensor, Tensor]:
+        """``(accepted, new KV length)`` [rows] from the sampled tokens [samples]."""
+        width = MAX_VERIFY_QUERIES - 1
+        steps = torch.arange(width + 1, device=self.device, dtype=torch.int32)
+        # clamped: entries past a row's drafts are read and ignored
+        draft_at = (inp.q_start[:, None] + 1 + steps[None, :width]).clamp(max=inp.shape.tokens - 1)
+        target_at = (inp.sample_start[:, None] + steps[None, :]).clamp(max=inp.shape.samples - 1)
+        accepted, _, length = self.backend.accept(
+            inp.input_ids[draft_at.long()], inp.drafted, token[target_at.long()], inp.accept_base, inp.finds
+        )
+        return accepted, length
+
+    def _upload_state(self, plan: StepPlan) -> None:
+        """New block-table entries and the sampling parameters of new requests."""
+        if len(plan.new_pages):
+            self._note_pages(plan.new_pages)
+        changed = self._sequences.changed
+        if changed:
+            slots = np.unique(np.array(changed, dtype=np.int64))
+            where = torch.from_numpy(slots).to(self.device)
+            for name, column in self._sequences.sampling.items():
+                self._sampling[name][where] = torch.from_numpy(column[slots]).to(self.device)
+            changed.clear()
+
+    def _note_pages(self, entries: NDArray[np.int64]) -> None:
+        slots, logical, physical = torch.from_numpy(np.ascontiguousarray(entries.T)).to(self.device, non_blocking=True)
+        self.block_table[slots, logical] = physical.int()
+        self.lists.note_pages(slots, logical, physical)

@@ -1,0 +1,204 @@
+"""Page lists on the device: which attention each layer runs, where page mass is taken, when lists are written.
+
+Every kind of `SelectorSpec` is described by three facts: the layers in which drafting rows read everything, the layers
+in which a verification takes page mass, and what is done with the mass. No host synchronisation; fixed shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from aspire.engine.step_input import StepInput
+from aspire.scheduler import SelectorSpec
+from aspire_kernels import AttentionBatch, Backend, PageBudget
+
+if TYPE_CHECKING:
+    from aspire.engine.runner import StepBounds
+
+_FIRST = 1.0e6  # added to the mass of pages that must be taken before all others
+
+
+@dataclass
+class _Forward:
+    """State of one forward: the batches of its two kinds of layers and the mass taken so far."""
+
+    inp: StepInput
+    mixed: AttentionBatch  # drafting rows read their lists
+    full: AttentionBatch  # drafting rows read everything
+    mass: Tensor  # [layers of mass, rows, pages]
+    drafting: bool
+    verify_offsets: Tensor  # [rows, 2] query offsets whose mass is taken: of verifying rows
+    all_offsets: Tensor  # the same, of drafting rows too: in layers that they read in full
+
+
+class PageLists:
+    """The page lists of one selector for ``max_slots`` slots.
+
+    ``lists``: int32 [num_lists, max_slots, K] physical pages; one list, or one per layer.
+    """
+
+    def __init__(
+        self,
+        spec: SelectorSpec,
+        backend: Backend,
+        *,
+        num_layers: int,
+        max_slots: int,
+        max_model_len: int,
+        max_pages: int,
+        device: torch.device,
+        drafts: bool,
+    ) -> None:
+        self.spec = spec
+        self._backend = backend
+        self.full_layers = frozenset(spec.selection_layers(num_layers)) if drafts else frozenset()
+        self._selection_layers = tuple(sorted(self.full_layers & {*spec.layers})) if spec.kind == "delta" else ()
+        if not drafts or spec.kind == "window":
+            mass_layers: tuple[int, ...] = ()
+        elif spec.per_layer:
+            mass_layers = tuple(range(num_layers))
+        elif spec.kind == "delta":
+            mass_layers = self._selection_layers
+        else:
+            mass_layers = (spec.layer_index(num_layers),)
+        self.mass_index = {layer: index for index, layer in enumerate(mass_layers)}
+        self.selects = bool(mass_layers)
+        count = num_layers if spec.per_layer else 1
+        self.lists = torch.zeros((count, max_slots, spec.max_selected(max_model_len)), dtype=torch.int32, device=device)
+        self._budget = PageBudget(spec.budget_ratio, spec.min_pages, spec.sinks, spec.recent)
+        # refresh-per-layer: pages that each layer's list got at verification and keeps while drafting
+        self._kept = (
+            torch.zeros((count, max_slots, max_pages), dtype=torch.float32, device=device)
+            if spec.kind == "refresh-per-layer" and drafts
+            else None
+        )
+        self._max_pages = max_pages
+        self._device = device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the lists."""
+        kept = 0 if self._kept is None else self._kept.numel() * 4
+        return self.lists.numel() * 4 + kept
+
+    def note_pages(self, slots: Tensor, logical: Tensor, physical: Tensor) -> None:
+        """New block-table entries: a window lists the first pages, which nobody chooses."""
+        if self.spec.kind == "window" and self.spec.sinks:
+            sinks = logical < min(self.spec.sinks, self.lists.shape[2])
+            self.lists[0, slots[sinks], logical[sinks]] = physical[sinks].int()
+
+    def begin(self, inp: StepInput, block_table: Tensor, bounds: StepBounds) -> _Forward:
+        """Prepare a forward over ``inp``; ``bounds`` are the host-known sizes that choose the launches."""
+        rows, pages = inp.shape.rows, -(-bounds.max_kv // 16)
+        common = {
+            "row_slot": inp.row_slot,
+            "q_start": inp.q_start,
+            "q_len": inp.q_len,
+            "kv_len": inp.kv_len,
+            "block_table": block_table,
+            "sel_pages": self.lists[0],
+            "sel_count": inp.sel_count,
+            "tail_page": inp.tail_page,
+            "max_q_len": bounds.max_q,
+            "max_verify_q": bounds.max_verify_q,
+        }
+        mixed = AttentionBatch(
+            **common, sparse=inp.sparse, max_full_kv=bounds.max_full_kv, max_sparse_kv=bounds.max_sparse_kv
+        )
+        full = mixed
+        if self.full_layers and bounds.max_sparse_kv:
+            full = AttentionBatch(
+                **common, sparse=torch.zeros_like(inp.sparse), max_full_kv=bounds.max_kv, max_sparse_kv=0
+            )
+        drafting = bool(bounds.max_sparse_kv)
+        taken = bounds.any_finds or (drafting and bool(self.full_layers))
+        return _Forward(
+            inp=inp,
+            mixed=mixed,
+            full=full,
+            mass=torch.empty((len(self.mass_index) if taken else 0, rows, pages), device=self._device),
+            drafting=drafting,
+            verify_offsets=torch.stack((inp.mass_first, inp.mass_last), dim=1),
+            all_offsets=torch.stack((torch.maximum(inp.mass_first, inp.mass_draft), inp.mass_last), dim=1),
+        )
+
+    def attend(
+        self, forward: _Forward, layer: int, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
+    ) -> Tensor:
+        """Attention of ``layer`` for all rows, taking the page mass that the selector wants there."""
+        reads_all = layer in self.full_layers and forward.drafting
+        if reads_all:
+            batch, offsets = forward.full, forward.all_offsets
+        else:
+            batch, offsets = forward.mixed.with_selection(self._list_of(layer)), forward.verify_offsets
+        index = self.mass_index.get(layer)
+        if index is None or not forward.mass.shape[0]:
+            return self._backend.paged_attention(q, k_cache, v_cache, batch, scale=scale)
+        mass = forward.mass[index]
+        out = self._backend.paged_attention(q, k_cache, v_cache, batch, scale=scale, page_mass=mass, mass_rows=offsets)
+        if reads_all:  # new lists for what is drafted next
+            kept = self._kept
+            if kept is None:
+                self._choose_within(forward, mass[None], forward.inp.sparse)
+            else:
+                first = kept[:, forward.inp.row_slot.long(), : mass.shape[1]]
+                self._choose_within(forward, mass[None] + _FIRST * first, forward.inp.sparse)
+        return out
+
+    def finish(self, forward: _Forward, length: Tensor) -> None:
+        """Write the lists of rows that verified or ended their prefill: ``length`` [rows] is their new KV length."""
+        if not forward.mass.shape[0]:
+            return
+        chosen = (forward.inp.mass_first >= 0).int()
+        mass = forward.mass if self.spec.per_layer else forward.mass[-1:]
+        self._select(forward, mass, length + 1, chosen)
+        if self._kept is not None:
+            self._keep(forward, chosen)
+
+    def _list_of(self, layer: int) -> Tensor:
+        return self.lists[layer if self.spec.per_layer else 0]
+
+    def _choose_within(self, forward: _Forward, mass: Tensor, chosen: Tensor) -> None:
+        """New lists of unchanged ``sel_count`` and ``tail_page``: the pages of most ``mass`` before the tail."""
+        inp = forward.inp
+        # the KV length whose newest page is the seed's: `select_pages` derives the same count and tail from it
+        seeded = (inp.tail_page[inp.row_slot.long()] + self.spec.recent) * 16
+        length = torch.minimum(inp.kv_len, seeded)
+        self._select(forward, mass, length, chosen)
+
+    def _select(self, forward: _Forward, mass: Tensor, length: Tensor, chosen: Tensor) -> None:
+        inp = forward.inp
+        self._backend.select_pages(
+            mass.contiguous(),
+            inp.row_slot,
+            length.int(),
+            chosen,
+            forward.mixed.block_table,
+            self.lists,
+            inp.sel_count,
+            inp.tail_page,
+            self._budget,
+        )
+
+    def _keep(self, forward: _Forward, chosen: Tensor) -> None:
+        """Mark the pages that verification chose and drafting keeps: all but the ``refresh_pages`` weakest."""
+        inp, kept = forward.inp, self._kept
+        if kept is None:
+            return
+        slots = inp.row_slot.long()
+        mass = forward.mass
+        pages = mass.shape[2]
+        listed = torch.arange(pages, device=self._device)[None, :] < inp.tail_page[slots][:, None]
+        score = torch.where(listed[None], mass, -1.0)
+        score[:, :, : self.spec.sinks] = torch.where(listed[:, : self.spec.sinks][None], _FIRST, -1.0)
+        keep = (inp.sel_count[slots] - self.spec.refresh_pages).clamp(min=0)
+        width = min(self.lists.shape[2], pages)
+        best = torch.topk(score, width, dim=2).indices  # [layers, rows, width]
+        flags = (torch.arange(width, device=self._device)[None, None, :] < keep[None, :, None]).float()
+        marks = torch.zeros_like(score).scatter_(2, best, flags.expand_as(best).contiguous())
+        old = kept[:, slots, :pages]
+        kept[:, slots, :pages] = torch.where(chosen.bool()[None, :, None], marks, old)

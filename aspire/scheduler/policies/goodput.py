@@ -1,0 +1,270 @@
+"""The `goodput` policy: draft while the next draft earns more than its time would earn elsewhere (docs/goodput.md).
+
+Acceptance comes from `SurvivalModel`, prices from the cost model at the batch as it is, and the rate they are weighed
+against from what the batch reached lately, counted in units of its own autoregressive rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aspire.errors import UsageError
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
+from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
+from aspire.scheduler.survival import RateTracker, SurvivalModel, best_rate, draft_price, worth_drafting
+
+REPRICE_STEPS = 8  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
+_TOKENS = FEATURES.index("query_tokens")
+_ONE_TOKEN: Floats = StepFeatures.of(query_tokens=1.0).matrix()
+_EMPTY = StepFeatures.zeros()
+
+
+@dataclass(frozen=True)
+class GoodputParams:
+    """Parameters with their defaults; none needs tuning to be safe.
+
+    ``hysteresis``: the first draft of a round must earn this much more than its price.
+    ``explore_rounds``: a request that does not draft tries one draft after so many rounds, if a sure one would pay.
+    ``window_tokens``: memory of the rate. ``cost_ratio`` c and ``verify_ratio`` v: a round of g drafts takes
+    1 + (c + v) g verifications; when c is None, prices come from the cost model.
+    """
+
+    hysteresis: float = 0.03
+    explore_rounds: int = 128
+    window_tokens: float = 6000.0
+    cost_ratio: float | None = None
+    verify_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.hysteresis < 0 or self.verify_ratio < 0:
+            raise UsageError(
+                f"policy parameters hysteresis={self.hysteresis}, verify_ratio={self.verify_ratio} must not be negative"
+            )
+        if self.explore_rounds < 1 or self.window_tokens <= 0:
+            raise UsageError(
+                f"policy parameters explore_rounds={self.explore_rounds}, window_tokens={self.window_tokens} "
+                "must be positive"
+            )
+        if self.cost_ratio is not None and self.cost_ratio <= 0:
+            raise UsageError(f"policy parameter cost_ratio={self.cost_ratio} is not positive; give T_draft / T_verify")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the rows of a batch of ``requests`` cost, around the draft length that suits the batch on average.
+
+    Seconds: ``row`` of a draft row of mean reach, ``sparse_token`` and ``context_token`` more for each token that it
+    reads beyond the mean, ``token`` of one more verified token, ``shared`` by all. ``ar_rate``: tokens per second of
+    the batch without drafts. ``speedup``: of the best common draft length over it, at the acceptance assumed.
+    """
+
+    requests: int
+    row: float
+    token: float
+    sparse_token: float
+    context_token: float
+    shared: float
+    ar_rate: float
+    speedup: float
+    mean_sparse: float
+    mean_context: float
+
+    def of_drafts(self, view: PolicyView) -> Floats:
+        """[n] seconds of one more draft of each request, its share of the step included."""
+        row = self.row + self.sparse_token * (view.sparse_tokens - self.mean_sparse)
+        if self.context_token:
+            row = row + self.context_token * (view.context_tokens - self.mean_context)
+        return draft_price(row, np.full(len(row), self.token), self.shared, self.requests)
+
+
+def price_batch(view: PolicyView, model: CostModel, acceptance: Floats) -> Prices:
+    """Price the rows of ``view``; ``acceptance`` [n, d_max] of draft 1..d_max given those before, margins unknown.
+
+    First the whole curve: seconds of the mean step when all requests draft g a round, for every g, stairs of the graph
+    buckets included; the best g is where prices matter. Then chords around it, wide enough to span a stair. The seconds
+    of prefill chunks in the step are nobody's: they are due whatever the others do.
+    """
+    count = len(view.slots)
+    mean_context, mean_sparse = float(view.context_tokens.mean()), float(view.sparse_tokens.mean())
+    typical = replace(
+        view,
+        drafted=np.zeros(1, dtype=np.int64),
+        context_tokens=np.array([mean_context]),
+        sparse_tokens=np.array([mean_sparse]),
+    )
+    draft, verify = typical.draft_features().matrix()[0], typical.verify_features().matrix()[0]
+    lengths = np.arange(acceptance.shape[1] + 1.0)[:, None]
+    steps = count * (lengths * (draft + _ONE_TOKEN) + verify) / (lengths + 1.0)
+    empty_s = float(model.predict(_EMPTY))
+    seconds = empty_s + model.marginal(view.other, StepFeatures.from_matrix(steps))
+    tokens = 1.0 + np.concatenate([[0.0], np.cumsum(np.cumprod(acceptance, axis=1).mean(axis=0))])
+    rates = count * tokens / (lengths[:, 0] + 1.0) / np.maximum(seconds, 1e-12)
+    best = int(np.argmax(rates))
+
+    share = view.full_layer_share
+    reach = np.stack(
+        [
+            draft,
+            _ONE_TOKEN,
+            verify,
+            StepFeatures.of(sparse_kv_tokens=1.0 - share).matrix() * max(mean_sparse, 1.0),
+            StepFeatures.of(full_kv_tokens=share, select_kv_tokens=share).matrix() * max(mean_context, 1.0),
+        ]
+    )
+    width = 0.5 * count
+    around = StepFeatures.from_matrix(view.other.matrix() + 0.75 * steps[best])
+    row, token, verify_s, sparse, context = (
+        np.maximum(model.marginal(around, StepFeatures.from_matrix(width * reach)), 0.0) / width
+    ).tolist()
+    rows_s = count * (best * (row + token) + verify_s) / (best + 1.0)
+    return Prices(
+        requests=count,
+        row=row,
+        token=token,
+        sparse_token=sparse / max(mean_sparse, 1.0),
+        context_token=context / max(mean_context, 1.0),
+        shared=float(np.clip(seconds[best] - rows_s, 0.0, seconds[best])),
+        ar_rate=float(rates[0]),
+        speedup=float(rates[best] / rates[0]),
+        mean_sparse=mean_sparse,
+        mean_context=mean_context,
+    )
+
+
+class Goodput(Policy):
+    """Draft again iff survival x next acceptance > rate x price; a first draft that does not pay is not made."""
+
+    kind = "goodput"
+    needs_cost_model = True
+    Params = GoodputParams
+
+    def __init__(self, params: GoodputParams, max_slots: int, d_max: int) -> None:
+        super().__init__(params, max_slots, d_max)
+        self.survival = SurvivalModel(max_slots, max(d_max, 1))
+        self._idle: Ints = np.zeros(max_slots, dtype=np.int64)  # rounds since the last draft
+        self._tracker: RateTracker | None = None  # of tokens per token that plain decoding makes in the same time
+        self._prices: Prices | None = None
+        self._priced_for: tuple[int, float] = (0, 0.0)
+        self._age = 0
+        self._model: CostModel | None = None
+        self._stretch = 1.0  # measured over predicted seconds, fading
+
+    @property
+    def drafts(self) -> bool:
+        return self.d_max > 0
+
+    @property
+    def speedup(self) -> float:
+        """Tokens lately over those of autoregressive decoding in the same time; never below 1."""
+        return 1.0 if self._tracker is None else max(1.0, self._tracker.rate)
+
+    def reset(self, slots: Ints) -> None:
+        self.survival.reset(slots)
+        # requests that entered together must not all explore in the same step
+        self._idle[slots] = (slots * 79) % self.params.explore_rounds
+
+    def plan(self, view: PolicyView) -> NDArray[np.int8]:
+        if not len(view.slots) or not self.d_max:
+            return np.full(len(view.slots), Action.VERIFY, dtype=np.int8)
+        price, ar_rate = self._price(view)
+        rate = ar_rate * self.speedup
+        fresh = view.drafted == 0
+        upcoming = self.survival.next_acceptance(view.slots)
+        wanted = price * (1.0 + self.params.hysteresis * fresh)
+        draft = worth_drafting(self.survival.survival(view.slots), upcoming, wanted, rate)
+        draft |= fresh & (self._idle[view.slots] >= self.params.explore_rounds) & (rate * wanted < 1.0)
+        return np.where(draft & (view.drafted < self.d_max), Action.DRAFT, Action.VERIFY).astype(np.int8)
+
+    def observe(self, feedback: Feedback) -> None:
+        if not len(feedback.slots):
+            return
+        verified = feedback.verified
+        if not verified.all():
+            drew = ~verified
+            place = np.minimum(feedback.drafted[drew], self.d_max - 1)
+            self.survival.observe_drafts(feedback.slots[drew], place, feedback.margin[drew])
+        slots = feedback.slots[verified]
+        drafted = np.minimum(feedback.drafted[verified], self.survival.d_max)
+        accepted = np.minimum(feedback.accepted[verified], drafted)
+        self.survival.observe_verified(slots, drafted, accepted)
+        self._idle[slots] = np.where(drafted > 0, 0, self._idle[slots] + 1)
+        self._observe_rate(feedback, float(accepted.sum() + len(slots)), float(drafted.sum()))
+
+    def _price(self, view: PolicyView) -> tuple[Floats, float]:
+        """Prices [n] of one more draft, and the autoregressive rate in the same unit of time."""
+        p = self.params
+        if p.cost_ratio is not None:
+            each = p.cost_ratio + p.verify_ratio
+            if self._tracker is None:
+                acceptance = self.survival.params.prior_acceptance
+                self._tracker = self._started(best_rate(acceptance, each, self.d_max), len(view.slots))
+            return np.full(len(view.slots), each), 1.0
+        if view.cost_model is None:
+            raise UsageError(
+                "policy 'goodput' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
+            )
+        self._age += 1
+        batch = (len(view.slots), float(view.other.query_tokens))
+        if self._prices is None or batch != self._priced_for or self._age >= REPRICE_STEPS:
+            self._prices = price_batch(view, view.cost_model, self._acceptance(view.slots))
+            self._priced_for, self._age, self._model = batch, 0, view.cost_model
+            if self._tracker is None:
+                self._tracker = self._started(self._prices.speedup, len(view.slots))
+        return self._prices.of_drafts(view), self._prices.ar_rate
+
+    def _acceptance(self, slots: Ints) -> Floats:
+        """[n, d_max] of each draft of a round given those before it, margins not known."""
+        unknown = np.full(self.d_max, np.nan)
+        return self.survival.acceptance(slots[:, None], np.arange(self.d_max), unknown)
+
+    def _started(self, speedup: float, requests: int) -> RateTracker:
+        return RateTracker(speedup, self.params.window_tokens, prior_tokens=4.0 * requests)
+
+    def _observe_rate(self, feedback: Feedback, tokens: float, drafted: float) -> None:
+        if self._tracker is None:
+            return
+        p = self.params
+        if p.cost_ratio is not None:
+            rounds = float(np.count_nonzero(feedback.verified))
+            self._tracker.observe(tokens, rounds + (p.cost_ratio + p.verify_ratio) * drafted)
+        elif self._model is not None and self._prices is not None:
+            self._tracker.observe(tokens, self._prices.ar_rate * self._decode_seconds(feedback))
+
+    def _decode_seconds(self, feedback: Feedback) -> float:
+        """Seconds of the step less those of its prefill chunks, in the cost model's own scale.
+
+        A machine that is slower than its cost model makes every price dearer alike, and so changes no decision.
+        """
+        model, features = self._model, feedback.features
+        if model is None:
+            return 0.0
+        predicted_s = float(model.predict(features))
+        decode_s = predicted_s
+        if features.prefill_tokens > 0:
+            decode_s = float(model.predict(_EMPTY) + model.marginal(_EMPTY, _without_prefill(features)))
+        if not (math.isfinite(feedback.seconds) and feedback.seconds > 0 and predicted_s > 0):
+            return decode_s
+        learn = getattr(model, "observe", None)
+        if learn is not None:
+            learn(features, feedback.seconds)
+        ratio = min(max(feedback.seconds / predicted_s, 0.5 * self._stretch), 2.0 * self._stretch)  # stalls clipped
+        self._stretch += 0.02 * (ratio - self._stretch)
+        return decode_s * ratio / self._stretch
+
+
+def _without_prefill(features: StepFeatures) -> StepFeatures:
+    """The decoding rows of a step (0-d); contexts of prefill rows are taken at their mean."""
+    prefill_rows = features.rows - features.draft_rows - features.verify_rows
+    context = features.prefill_qkv / np.maximum(features.prefill_tokens, 1.0) * prefill_rows
+    return replace(
+        features,
+        rows=features.draft_rows + features.verify_rows,
+        query_tokens=features.query_tokens - features.prefill_tokens,
+        full_kv_tokens=np.maximum(features.full_kv_tokens - context, 0.0),
+        prefill_tokens=np.zeros(()),
+        prefill_qkv=np.zeros(()),
+    )
