@@ -38,7 +38,16 @@ from aspire.tokenizer import Tokenizer, load_tokenizer
 from aspire_kernels import get_backend
 
 _MAX_DRAFT = 16
-GRAPH_BUCKETS = (1, 2, 4, 8, *range(16, 257, 16), *range(320, 1025, 64))
+GRAPH_BUCKETS = (
+    1,
+    2,
+    4,
+    8,
+    *range(16, 257, 16),
+    *range(320, 1025, 64),
+    *range(1152, 2049, 128),
+    *range(2304, 4353, 256),
+)
 
 
 @dataclass
@@ -356,6 +365,29 @@ class LLMEngine:
         self.sequences.edits[slot] = False
         self.sequences.logprobs[slot] = -1
 
+    def identity(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``(model, settings)``: what a cost model must have been made for to hold here."""
+        shape = self.loaded.config
+        model = {
+            "name": self.loaded.name,
+            "architecture": shape.architecture,
+            "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "intermediate_size": shape.intermediate_size,
+            "vocab_size": shape.vocab_size,
+        }
+        settings = {
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+            "attention_backend": self.runner.backend.name,
+            "block_size": self.config.block_size,
+            "tensor_parallel_size": self.config.tensor_parallel_size,
+            "selector": self.scheduler.policy_spec.selector.kind,
+        }
+        return model, settings
+
     # ---- records -------------------------------------------------------------------------------------------------
 
     def begin_record(self) -> None:
@@ -365,6 +397,11 @@ class LLMEngine:
         self.log = StepLog()
         self._submitted = []
         self._origin = time.perf_counter()
+        self._last_end = None
+
+    def forget_steps(self) -> None:
+        """Start timing the next step at its own begin, and drop the log of steps."""
+        self.log = StepLog()
         self._last_end = None
 
     def record(self) -> tuple[RequestTable, StepLog, dict[str, Any]]:

@@ -9,13 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aspire.engine.graphs import GraphCache
 from aspire.engine.kv_pool import KVPool
 from aspire.engine.logit_edits import LogitEdits
 from aspire.engine.selectors import PageLists
 from aspire.engine.sequences import SAMPLING_COLUMNS, Sequences
 from aspire.engine.step_input import Shape, StepInput, count_samples, host_buffer
 from aspire.models import Decoder, rope_tables
-from aspire.scheduler import Mode, SchedulerConfig, SelectorSpec, StepPlan
+from aspire.scheduler import PAGE_TOKENS, Mode, SchedulerConfig, SelectorSpec, StepPlan
 from aspire.scheduler.pages import PageTable
 from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows
 
@@ -34,28 +35,43 @@ class StepBounds:
     any_finds: bool  # some row verifies or ends its prefill
 
     @classmethod
-    def of(cls, plan: StepPlan, granule: int = 1) -> StepBounds:
-        """Bounds of ``plan``, lengths rounded up to a power of two of at least ``granule`` (1: exact)."""
+    def of(cls, plan: StepPlan) -> StepBounds:
+        """The bounds of ``plan``, exactly."""
         draft = plan.modes == Mode.DRAFT
         kv = plan.start + plan.query_tokens
-        sparse = ((plan.sel_count - plan.tail_page) * 16 + kv)[draft]
+        sparse = ((plan.sel_count - plan.tail_page) * PAGE_TOKENS + kv)[draft]
         full_q = plan.query_tokens[~draft]
-        max_q = int(plan.query_tokens.max())
-        verify_q = int(full_q[full_q <= MAX_VERIFY_QUERIES].max(initial=0))
         return cls(
-            max_q=_round(max_q, granule),
-            max_verify_q=min(MAX_VERIFY_QUERIES, _round(verify_q, granule)),
-            max_full_kv=_round(int(kv[~draft].max(initial=0)), granule),
-            max_sparse_kv=_round(int(sparse.max(initial=0)), granule),
-            max_kv=_round(int(kv.max()), granule),
+            max_q=int(plan.query_tokens.max()),
+            max_verify_q=int(full_q[full_q <= MAX_VERIFY_QUERIES].max(initial=0)),
+            max_full_kv=int(kv[~draft].max(initial=0)),
+            max_sparse_kv=int(sparse.max(initial=0)),
+            max_kv=int(kv.max()),
             any_finds=bool((plan.samples & ~draft).any()),
         )
 
+    @classmethod
+    def for_graph(cls, plan: StepPlan, max_model_len: int) -> StepBounds:
+        """Bounds of a decode step rounded up, so that few graphs serve all steps."""
+        exact = cls.of(plan)
+        queries = int(_VERIFY_WIDTHS[np.searchsorted(_VERIFY_WIDTHS, exact.max_verify_q)])
+        longest = min(max_model_len, _power(exact.max_kv))
+        return cls(
+            max_q=max(1, queries),
+            max_verify_q=queries,
+            max_full_kv=longest if exact.max_full_kv else 0,
+            max_sparse_kv=_power(exact.max_sparse_kv),
+            max_kv=longest,
+            any_finds=exact.any_finds,
+        )
 
-def _round(value: int, granule: int) -> int:
-    if granule <= 1 or value <= 1:
-        return value
-    return max(2, 1 << (value - 1).bit_length())
+
+_VERIFY_WIDTHS = np.array([0, 1, 3, 5, 9, MAX_VERIFY_QUERIES])
+
+
+def _power(value: int) -> int:
+    """The power of two that is not below ``value``; 0 stays 0."""
+    return 1 << (value - 1).bit_length() if value else 0
 
 
 @dataclass(frozen=True)
@@ -104,11 +120,7 @@ class ModelRunner:
         # the fused kernel normalises q and k together with rope; the reference leaves it to the decoder
         model.ops = backend
         model.qk_norm_in_attend = backend.name == "triton" and model.config.qk_norm
-        self._graphs = None
-        if use_graphs:
-            from aspire.engine.graphs import GraphCache
-
-            self._graphs = GraphCache(self, config.graph_buckets)
+        self._graphs = GraphCache(self, config.graph_buckets) if use_graphs else None
         self.set_selector(selector, drafts)
 
     def set_selector(self, selector: SelectorSpec, drafts: bool) -> None:
@@ -123,19 +135,15 @@ class ModelRunner:
             device=self.device,
             drafts=drafts,
         )
-        held = self._pages.held
-        slots = np.flatnonzero(held)
-        if len(slots):  # running requests: a window needs to know the first pages
-            logical = np.concatenate([np.arange(held[slot]) for slot in slots])
-            owner = np.repeat(slots, held[slots])
-            self._note_pages(np.stack([owner, logical, self._pages.table[owner, logical]], axis=1))
+        self.sync_pages()
         if self._graphs is not None:
             self._graphs.clear()
 
-    @property
-    def padded_tokens(self) -> tuple[int, ...]:
-        """Graph buckets in use."""
-        return self.config.graph_buckets if self._graphs is not None else ()
+    def sync_pages(self) -> None:
+        """Copy the host's whole page table to the device (steps upload only what is new)."""
+        owner, logical = np.nonzero(self._pages.table)
+        if len(owner):
+            self._note_pages(np.stack([owner, logical, self._pages.table[owner, logical]], axis=1))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; returns when its results are on the host."""

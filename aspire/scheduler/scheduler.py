@@ -83,10 +83,10 @@ class Scheduler:
         full_layers = selector.selection_layers(layers)
         self.policy_spec = policy
         self.policy = built
-        self._full_layer_share = len(full_layers) / layers
+        self.full_layer_share = len(full_layers) / layers
         # a verification computes page mass in every layer, in the one that chooses, or in none
         mass_layers = layers if selector.per_layer else len(full_layers) or int(selector.needs_mass)
-        self._select_layer_share = mass_layers / layers if built.drafts else 0.0
+        self.select_layer_share = mass_layers / layers if built.drafts else 0.0
         self.slots.seeded[:] = False
         running = np.flatnonzero(self.slots.active)
         self.policy.reset(running)
@@ -140,7 +140,7 @@ class Scheduler:
         """Compose the next step; None when there is nothing to run."""
         if not self.requests:
             return None
-        self._admit()
+        self.admit()
         slots = self.slots
         active = np.flatnonzero(slots.active)
         remaining = slots.known[active] - slots.computed[active]
@@ -196,8 +196,8 @@ class Scheduler:
             raise InputError(f"{name} has max_tokens {request.max_tokens}; give at least 1")
         if request.prompt_tokens >= config.max_model_len:
             raise InputError(
-                f"{name} has a prompt of {request.prompt_tokens} tokens; max-model-len {config.max_model_len} leaves no "
-                "room for output, shorten the prompt or raise --max-model-len"
+                f"{name} has a prompt of {request.prompt_tokens} tokens; max-model-len {config.max_model_len} leaves "
+                "no room for output, shorten the prompt or raise --max-model-len"
             )
         pages = -(-self._limit(request) // config.block_size)
         if pages > self.pages.num_usable:
@@ -209,7 +209,8 @@ class Scheduler:
     def _limit(self, request: Request) -> int:
         return min(request.prompt_tokens + request.max_tokens, self.config.max_model_len)
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Move waiting requests into free slots while their prompts' pages fit; `schedule` begins with it."""
         watermark = int(self.config.watermark * self.pages.num_usable)
         while self._waiting and self.slots.num_free:
             request = self._waiting[0][2]
@@ -274,8 +275,8 @@ class Scheduler:
             can_draft=can_draft,
             context_tokens=context,
             sparse_tokens=(slots.sel_count[decoding] - slots.tail_page[decoding]) * page + context,
-            full_layer_share=self._full_layer_share,
-            select_layer_share=self._select_layer_share,
+            full_layer_share=self.full_layer_share,
+            select_layer_share=self.select_layer_share,
             other=other,
             cost_model=self.cost_model,
         )
@@ -347,9 +348,9 @@ class Scheduler:
                 drafting.sum()
             )
             full -= int(drafting.sum())
-            draft_full = self._full_layer_share * float(drafting.sum())
+            draft_full = self.full_layer_share * float(drafting.sum())
         selecting, selecting_kv = 0, 0
-        if self._select_layer_share:
+        if self.select_layer_share:
             chosen = ~draft & samples
             selecting, selecting_kv = int(np.count_nonzero(chosen)), int(context[chosen].sum())
         return StepFeatures.of(
@@ -358,12 +359,12 @@ class Scheduler:
             padded_tokens=float(self.padded(tokens)),
             draft_rows=float(drafts),
             verify_rows=float(len(rows) - drafts - prefills),
-            sparse_kv_tokens=float((1.0 - self._full_layer_share) * sparse),
+            sparse_kv_tokens=float((1.0 - self.full_layer_share) * sparse),
             full_kv_tokens=float(full + draft_full),
             prefill_tokens=float(query[prefill].sum()) if prefills else 0.0,
             prefill_qkv=float((query * context)[prefill].sum()) if prefills else 0.0,
-            select_kv_tokens=self._select_layer_share * selecting_kv + draft_full,
-            select_rows=float(selecting + (drafts if self._full_layer_share else 0)),
+            select_kv_tokens=self.select_layer_share * selecting_kv + draft_full,
+            select_rows=float(selecting + (drafts if self.full_layer_share else 0)),
         )
 
     def padded(self, tokens: int) -> int:

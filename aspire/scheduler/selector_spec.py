@@ -23,8 +23,8 @@ class SelectorSpec:
     """Parameters of a page selector.
 
     A draft step reads ``budget = max(min_pages, ceil(budget_ratio * pages))`` pages: the ``sinks`` first, the
-    ``recent`` newest and, for all kinds but ``window``, the pages with the most attention mass; ``window`` spends the whole budget
-    on the newest. A context of at most ``budget`` pages is read in full.
+    ``recent`` newest and, for all kinds but ``window``, the pages with the most attention mass; ``window`` spends the
+    whole budget on the newest. A context of at most ``budget`` pages is read in full.
 
     ``layer`` is the layer whose attention chooses a list shared by all layers (negative: from the end; the paper's N-2
     is -2). ``refresh_pages`` is the part of the budget that ``refresh-per-layer`` renews at every draft step;

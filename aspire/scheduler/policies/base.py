@@ -94,10 +94,10 @@ class Policy(ABC):
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         """`Action` of each request of the view. The scheduler turns a DRAFT that is not allowed into a VERIFY."""
 
-    def observe(self, feedback: Feedback) -> None:
+    def observe(self, feedback: Feedback) -> None:  # noqa: B027  (nothing to learn is a valid choice)
         """Learn from a finished step."""
 
-    def reset(self, slots: Ints) -> None:
+    def reset(self, slots: Ints) -> None:  # noqa: B027
         """Forget the requests that were in ``slots``; others move in."""
 
     @property

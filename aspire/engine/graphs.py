@@ -1,0 +1,96 @@
+"""CUDA graphs of decode steps, keyed by padded sizes and captured when first needed.
+
+Padded tokens write to the trash page, padded rows have no query; a graph's bounds hold for every step that replays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aspire.engine.step_input import Shape, StepInput, host_buffer
+from aspire.scheduler import Mode, StepPlan
+
+if TYPE_CHECKING:
+    from aspire.engine.runner import ModelRunner, StepBounds, StepResult
+
+
+@dataclass
+class _Captured:
+    """A graph with the buffers that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    host: Tensor  # page-locked
+    host_input: StepInput
+    device_input: StepInput
+    packed: Tensor  # on the device
+    result: Tensor  # page-locked
+    result_view: np.ndarray
+
+
+class GraphCache:
+    """Graphs of one runner. They share one memory pool, since only one runs at a time."""
+
+    def __init__(self, runner: ModelRunner, buckets: Sequence[int]) -> None:
+        self._runner = runner
+        self._buckets = np.array(sorted(buckets), dtype=np.int64)
+        self._row_buckets = np.array([*_powers(runner.config.max_num_seqs)], dtype=np.int64)
+        self._graphs: dict[tuple[Shape, StepBounds, int], _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Forget all graphs: something that they read has been replaced."""
+        self._graphs.clear()
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether a graph can run the step: it only decodes, and a bucket holds its tokens."""
+        return plan.num_query_tokens <= self._buckets[-1] and not (plan.modes == Mode.PREFILL).any()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute the step by replaying its graph, capturing it first if need be."""
+        from aspire.engine.runner import StepBounds
+
+        tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
+        rows = int(self._row_buckets[np.searchsorted(self._row_buckets, plan.num_rows)])
+        shape = Shape(tokens, rows, tokens, self._runner.config.max_num_seqs)
+        bounds = StepBounds.for_graph(plan, self._runner.config.max_model_len)
+        key = (shape, bounds, id(self._runner.lists))
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._capture(shape, bounds, plan)
+        else:
+            self._runner.fill(captured.host_input, plan)
+            captured.device_input.buffer.copy_(captured.host, non_blocking=True)
+        captured.graph.replay()
+        captured.result.copy_(captured.packed, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return self._runner.unpack(captured.result_view, plan, tokens)
+
+    def _capture(self, shape: Shape, bounds: StepBounds, plan: StepPlan) -> _Captured:
+        runner = self._runner
+        host, view = host_buffer(shape.size, pinned=True)
+        host_input = StepInput(shape, view)
+        runner.fill(host_input, plan)
+        device_input = StepInput(shape, host.to(runner.device))
+        # a first run compiles kernels and sizes scratch; a step run twice writes the same KV and lists
+        runner.forward(device_input, bounds)
+        torch.cuda.synchronize()
+        device_input.buffer.copy_(host)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            packed, _ = runner.forward(device_input, bounds)
+        result = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        return _Captured(graph, host, host_input, device_input, packed, result, result.numpy())
+
+
+def _powers(limit: int) -> list[int]:
+    """1, 2, 4 .. below ``limit``, and ``limit``."""
+    return [*[1 << k for k in range(limit.bit_length()) if 1 << k < limit], limit]
