@@ -5,6 +5,7 @@ Padded tokens write to the trash page, padded rows have no query; a graph's boun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -65,7 +66,10 @@ class GraphCache:
         key = (shape, bounds, id(self._runner.lists))
         captured = self._graphs.get(key)
         if captured is None:
+            start = time.perf_counter()
             captured = self._graphs[key] = self._capture(shape, bounds, plan)
+            torch.cuda.synchronize()
+            self._runner.capture_s += time.perf_counter() - start
         else:
             self._runner.fill(captured.host_input, plan)
             captured.device_input.buffer.copy_(captured.host, non_blocking=True)

@@ -69,8 +69,8 @@ def fit_pages(
     pages = min(wanted_pages, available // one)
     if pages < 2:
         raise CapacityError(
-            f"no room for KV pages: {free / 1e9:.2f} GB free after the weights, {reserved_bytes / 1e9:.2f} GB needed for "
-            f"step buffers at gpu_memory_utilization {utilization:g}; lower max_num_batched_tokens or max_num_seqs, "
-            "or raise gpu_memory_utilization"
+            f"no room for KV pages: {free / 1e9:.2f} GB free after the weights, {reserved_bytes / 1e9:.2f} GB "
+            f"needed for step buffers at gpu_memory_utilization {utilization:g}; lower max_num_batched_tokens "
+            "or max_num_seqs, or raise gpu_memory_utilization"
         )
     return int(pages)

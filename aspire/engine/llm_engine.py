@@ -52,7 +52,8 @@ GRAPH_BUCKETS = (
 
 @dataclass
 class _Live:
-    """A request in the engine."""
+    """A request in the engine. While it runs, its tokens are in `Sequences`; ``token_ids`` is brought up to date when
+    it leaves its slot."""
 
     number: int  # submission order, row of the request table
     request: Request
@@ -65,7 +66,7 @@ class _Live:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     stop_reason: int | str | None = None
-    emitted: int = 0  # output tokens handed out
+    streamed: int = 0  # output tokens handed out
 
 
 class LLMEngine:
@@ -190,10 +191,11 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not there any more."""
+        known = self.scheduler.abort(request_id)
         live = self._live.pop(request_id, None)
         if live is not None:
             live.metrics.finish_s = self.clock()
-        return self.scheduler.abort(request_id)
+        return known
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -208,25 +210,30 @@ class LLMEngine:
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that got tokens or ended in it."""
+    def step(self, *, stream: bool = False) -> list[RequestOutput]:
+        """Run one step; returns the requests that ended in it, and with ``stream`` those that got tokens, too."""
         start = self.clock() if self._last_end is None else self._last_end
         plan = self.scheduler.schedule()
         if plan is None:
             self._last_end = None
             return []
         self._place(plan, start)
+        captured = self.runner.capture_s
         result = self.runner.execute(plan)
-        outcome, committed, reasons = self._outcome(plan, result)
+        self._origin += self.runner.capture_s - captured  # a graph is captured once: the clock of the run stands still
+        outcome, committed = self._outcome(plan, result)
         end = self.clock()
         outcome = replace(outcome, seconds=end - start)
-        owner = np.array([self._live[name].number for name in plan.requests])
-        self._commit(plan, outcome, committed, result, end, reasons)
-        self.scheduler.update(plan, outcome)
-        ended = np.array([self._live[name].request.finish_reason != FinishReason.NONE for name in plan.requests])
+        owner = self.sequences.owner[plan.slots]
+        self._commit(plan, outcome, committed, result, end)
+        finished = {request.request_id for request in self.scheduler.update(plan, outcome)}
+        ended = np.zeros(plan.num_rows, dtype=bool)
+        if finished:
+            ended[:] = [name in finished for name in plan.requests]
         log_step(self.log, plan, outcome, owner, start, ended)
         self._last_end = end if self.scheduler.has_work else None
-        return self._emit(plan, outcome, ended, end)
+        wanted = ended | (outcome.committed > 0) if stream else ended
+        return [self._emit(plan.requests[row], bool(ended[row]), end) for row in np.flatnonzero(wanted).tolist()]
 
     def _place(self, plan: StepPlan, now: float) -> None:
         """Tokens and sampling parameters of requests that entered a slot with this step."""
@@ -236,14 +243,14 @@ class LLMEngine:
                 stops = () if live.params.ignore_eos else self.loaded.config.eos_token_ids
                 stops = (*stops, *live.params.stop_token_ids)
                 prompt = live.request.prompt_tokens
-                self.sequences.occupy(slot, live.token_ids, prompt, live.params, live.seed, stops)
+                self.sequences.occupy(slot, live.token_ids, prompt, live.params, live.seed, stops, live.number)
+                self.sequences.watched[slot] = bool(live.params.stop)
+                self.sequences.cumulative_logprob[slot] = live.cumulative_logprob
                 if live.metrics.first_scheduled_s is None:
                     live.metrics.first_scheduled_s = now
 
-    def _outcome(
-        self, plan: StepPlan, result: StepResult
-    ) -> tuple[StepOutcome, NDArray[np.int32], dict[int, int | str]]:
-        """What the step did to each row, stops applied: the outcome, committed tokens [rows, width], stop reasons."""
+    def _outcome(self, plan: StepPlan, result: StepResult) -> tuple[StepOutcome, NDArray[np.int32]]:
+        """What the step did to each row, stops applied, and the tokens it found [rows, width] (-1 = none)."""
         draft = plan.modes == Mode.DRAFT
         finds = plan.samples & ~draft
         accepted = np.where(plan.modes == Mode.VERIFY, result.accepted, 0).astype(np.int64)
@@ -256,24 +263,23 @@ class LLMEngine:
         committed = np.where(given, tokens, -1).astype(np.int32)
         counts, stopped = self.sequences.cut_at_stops(plan.slots, committed)
         finish = np.where(stopped, int(FinishReason.STOP), int(FinishReason.NONE))
-        reasons: dict[int, int | str] = {
-            int(row): int(committed[row, counts[row] - 1]) for row in np.flatnonzero(stopped)
-        }
-        for row in np.flatnonzero(counts > 0).tolist():
-            text = self._live[plan.requests[row]].text
-            if text is None:
+        for row in np.flatnonzero(stopped).tolist():
+            self._live[plan.requests[row]].stop_reason = int(committed[row, counts[row] - 1])
+        for row in np.flatnonzero(self.sequences.watched[plan.slots] & (counts > 0)).tolist():
+            live = self._live[plan.requests[row]]
+            if live.text is None:
                 continue
-            hit = text.push(committed[row, : counts[row]].tolist(), ends=bool(stopped[row]))
+            hit = live.text.push(committed[row, : counts[row]].tolist(), ends=bool(stopped[row]))
             if hit is not None:
                 counts[row], finish[row] = hit.tokens, int(FinishReason.STOP)
-                reasons[row] = hit.stop
+                live.stop_reason = hit.stop
         self._draft_tokens(plan, result, draft)
         margin = np.full(plan.num_rows, np.nan)
         margin[draft] = result.margin[result.sample_start[draft]]
         broken = self._broken_rows(plan, result)
         finish[broken] = int(FinishReason.ERROR)
         counts[broken] = 0
-        return StepOutcome(accepted, counts, finish, margin), committed, reasons
+        return StepOutcome(accepted, counts, finish, margin), committed
 
     def _draft_tokens(self, plan: StepPlan, result: StepResult, draft: NDArray[np.bool_]) -> None:
         """Note the tokens drafted in this step behind what their slots know."""
@@ -291,26 +297,21 @@ class LLMEngine:
         return np.unique(row)
 
     def _commit(
-        self,
-        plan: StepPlan,
-        outcome: StepOutcome,
-        committed: NDArray[np.int32],
-        result: StepResult,
-        end: float,
-        reasons: dict[int, int | str],
+        self, plan: StepPlan, outcome: StepOutcome, committed: NDArray[np.int32], result: StepResult, end: float
     ) -> None:
         """Add the committed tokens to their requests."""
-        self.sequences.append(plan.slots, committed, outcome.committed)
-        for row in np.flatnonzero(outcome.committed > 0).tolist():
-            live, count = self._live[plan.requests[row]], int(outcome.committed[row])
-            live.token_ids.extend(committed[row, :count].tolist())
-            first = int(result.sample_start[row])
-            live.cumulative_logprob += float(result.logprob[first : first + count].sum())
-            if live.params.logprobs is not None and result.top_logprobs is not None:
-                self._add_logprobs(live, result, first, count)
-            if live.metrics.first_token_s is None:
-                live.metrics.first_token_s = end
-            live.stop_reason = reasons.get(row)
+        counts, slots = outcome.committed, plan.slots
+        first = (counts > 0) & (self.scheduler.slots.generated[slots] == 0)
+        for row in np.flatnonzero(first).tolist():
+            self._live[plan.requests[row]].metrics.first_token_s = end
+        total = np.concatenate(([0.0], np.cumsum(result.logprob, dtype=np.float64)))
+        begin = np.minimum(result.sample_start, len(result.logprob))
+        self.sequences.cumulative_logprob[slots] += total[np.minimum(begin + counts, len(total) - 1)] - total[begin]
+        if result.top_logprobs is not None:
+            for row in np.flatnonzero((counts > 0) & (self.sequences.logprobs[slots] >= 0)).tolist():
+                live = self._live[plan.requests[row]]
+                self._add_logprobs(live, result, int(result.sample_start[row]), int(counts[row]))
+        self.sequences.append(slots, committed, counts)
 
     @staticmethod
     def _add_logprobs(live: _Live, result: StepResult, first: int, count: int) -> None:
@@ -320,36 +321,39 @@ class LLMEngine:
             best = {int(t): float(v) for t, v in zip(tokens[at][:wanted], values[at][:wanted], strict=True)}
             live.logprobs.append({**best, int(result.tokens[at]): float(result.logprob[at])})
 
-    def _emit(self, plan: StepPlan, outcome: StepOutcome, ended: NDArray[np.bool_], end: float) -> list[RequestOutput]:
-        outputs = []
-        for row in np.flatnonzero((outcome.committed > 0) | ended).tolist():
-            live = self._live[plan.requests[row]]
-            if ended[row]:
-                live.metrics.finish_s = end
-                live.metrics.preemptions = live.request.preemptions
-                if live.text is not None:
-                    live.text.finish()
-                del self._live[live.request.request_id]
-            outputs.append(self._output(live, bool(ended[row])))
-        return outputs
-
-    def _output(self, live: _Live, finished: bool) -> RequestOutput:
+    def _emit(self, request_id: str, finished: bool, end: float) -> RequestOutput:
+        """The output of a request as it stands; a finished one leaves the engine."""
+        live = self._live[request_id]
         prompt = live.request.prompt_tokens
-        output = live.token_ids[prompt:]
-        new = output[live.emitted :]
-        live.emitted = len(output)
-        reason = live.request.finish_reason.name.lower() if finished else None
+        if finished:
+            live.metrics.finish_s = end
+            live.metrics.preemptions = live.request.preemptions
+            del self._live[request_id]
+            output = live.token_ids[prompt:]
+        else:
+            output = self._tokens_of(live)[prompt:]
+        new = output[live.streamed :]
+        live.streamed = len(output)
+        if live.text is not None:
+            if not live.params.stop:  # texts with stop strings are kept up to date as tokens come
+                stopped = finished and live.request.finish_reason == FinishReason.STOP
+                live.text.push(new, ends=stopped)
+            if finished:
+                live.text.finish()
+        slot = self.scheduler.slot_of(request_id)
         completion = CompletionOutput(
             index=0,
             text=live.text.text if live.text is not None else "",
             token_ids=output,
-            cumulative_logprob=live.cumulative_logprob,
+            cumulative_logprob=(
+                live.cumulative_logprob if slot is None else float(self.sequences.cumulative_logprob[slot])
+            ),
             logprobs=live.logprobs if live.params.logprobs is not None else None,
-            finish_reason=reason,
+            finish_reason=live.request.finish_reason.name.lower() if finished else None,
             stop_reason=live.stop_reason if finished else None,
         )
         return RequestOutput(
-            request_id=live.request.request_id,
+            request_id=request_id,
             prompt=live.prompt,
             prompt_token_ids=live.token_ids[:prompt],
             outputs=[completion],
@@ -359,11 +363,25 @@ class LLMEngine:
             new_token_ids=new,
         )
 
+    def _tokens_of(self, live: _Live) -> list[int]:
+        """Prompt and committed output of a waiting or running request."""
+        slot = self.scheduler.slot_of(live.request.request_id)
+        if slot is None or self.sequences.owner[slot] != live.number:
+            return live.token_ids
+        return [int(token) for token in self.sequences.tokens[slot, : self.sequences.known[slot]]]
+
     def _released(self, slot: int, request: Request) -> None:
-        """A request left its slot: nothing of it may be read there any more."""
-        self.sequences.params[slot] = None
-        self.sequences.edits[slot] = False
-        self.sequences.logprobs[slot] = -1
+        """A request left its slot: keep its tokens; nothing of it may be read there any more."""
+        live = self._live.get(request.request_id)
+        if live is not None and self.sequences.owner[slot] == live.number:
+            live.token_ids = self.sequences.tokens[slot, : self.sequences.known[slot]].tolist()
+            live.cumulative_logprob = float(self.sequences.cumulative_logprob[slot])
+        self.sequences.vacate(slot)
+
+    @property
+    def capture_s(self) -> float:
+        """Seconds spent capturing CUDA graphs so far; steps are timed without them."""
+        return self.runner.capture_s
 
     def identity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """``(model, settings)``: what a cost model must have been made for to hold here."""

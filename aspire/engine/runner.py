@@ -121,6 +121,7 @@ class ModelRunner:
         model.ops = backend
         model.qk_norm_in_attend = backend.name == "triton" and model.config.qk_norm
         self._graphs = GraphCache(self, config.graph_buckets) if use_graphs else None
+        self.capture_s = 0.0  # spent capturing graphs, all in all
         self.set_selector(selector, drafts)
 
     def set_selector(self, selector: SelectorSpec, drafts: bool) -> None:

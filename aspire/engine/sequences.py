@@ -33,10 +33,20 @@ class Sequences:
         self.params: list[SamplingParams | None] = [None] * max_slots
         self.edits = np.zeros(max_slots, dtype=bool)  # penalties or min_tokens
         self.logprobs = np.full(max_slots, -1, dtype=np.int64)
+        self.owner = np.full(max_slots, -1, dtype=np.int64)  # number of the request whose tokens these are
+        self.watched = np.zeros(max_slots, dtype=bool)  # stop strings: the text must be looked at in every step
+        self.cumulative_logprob = np.zeros(max_slots)
         self.changed: list[int] = []  # slots whose sampling parameters the device has not seen
 
     def occupy(
-        self, slot: int, tokens: list[int], prompt: int, params: SamplingParams, seed: int, stops: tuple[int, ...]
+        self,
+        slot: int,
+        tokens: list[int],
+        prompt: int,
+        params: SamplingParams,
+        seed: int,
+        stops: tuple[int, ...],
+        owner: int,
     ) -> None:
         """Put a request into ``slot``: all its known ``tokens``, of which ``prompt`` are the prompt."""
         if len(stops) > self.stops.shape[1]:
@@ -51,14 +61,22 @@ class Sequences:
         for column, value in zip(self.sampling.values(), row, strict=True):
             column[slot] = value
         self.params[slot] = params
+        self.owner[slot] = owner
         self.edits[slot] = params.edits_logits
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.changed.append(slot)
 
+    def vacate(self, slot: int) -> None:
+        """Nothing of the request in ``slot`` may be read from now on."""
+        self.params[slot] = None
+        self.owner[slot] = -1
+        self.edits[slot] = self.watched[slot] = False
+        self.logprobs[slot] = -1
+
     def cut_at_stops(
         self, slots: NDArray[np.int64], committed: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """``(count, stopped)`` [rows]: tokens of ``committed`` [rows, width] (-1 = none) up to and with the first stop."""
+        """``(count, stopped)`` [rows]: tokens of ``committed`` [rows, width] (-1 = none) up to the first stop."""
         taken = (committed >= 0).sum(axis=1)
         is_stop = (committed[:, :, None] == self.stops[slots][:, None, :]).any(axis=2) & (committed >= 0)
         # a token at index i makes the request known + i + 1 tokens long; min_tokens counts the stop's predecessors

@@ -98,7 +98,7 @@ class StepTimer:
         )
 
     def time_cell(self, cell: Cell) -> Sequence[float]:
-        """Seconds of >= 1 timed repeats of the step ``cell``, after warm-up. Raises `CapacityError` if it does not fit."""
+        """Seconds of >= 1 repeats of the step ``cell``, warmed up. Raises `CapacityError` if it does not fit."""
         engine = self._engine
         selects = any(group.select for group in cell.groups) or any(group.kind == "draft" for group in cell.groups)
         engine.runner.lists = self._selecting if selects else self._plain
@@ -134,7 +134,7 @@ class StepTimer:
             slot = scheduler.slot_of(f"cell-{row}")
             if slot is None:
                 raise CapacityError(f"the step {cell.key} does not fit in the KV pool")
-            engine.sequences.occupy(slot, [0], 1, _SAMPLING, slot, ())
+            engine.sequences.occupy(slot, [0], 1, _SAMPLING, slot, (), row)
             context, query = group.context_tokens, group.query_tokens
             drafted = 0 if group.kind == "prefill" else query - 1
             state = (slot, context - drafted, context - query, drafted, 0, 0)
