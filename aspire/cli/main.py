@@ -18,9 +18,12 @@ from aspire.errors import AspireError, did_you_mean
 
 # The loop first, in order; then what looks at it.
 COMMANDS = (
+    "profile",
     "calibrate",
     "simulate",
     "tune",
+    "generate",
+    "bench",
     "validate",
     "report",
     "fit-acceptance",
