@@ -78,6 +78,19 @@ class GraphCache:
         torch.cuda.current_stream().synchronize()
         return self._runner.unpack(captured.result_view, plan, tokens)
 
+    def replay_seconds(self, repeats: int = 20) -> float:
+        """Median GPU time of the graph that was captured last, replayed alone."""
+        captured = list(self._graphs.values())[-1]
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            captured.graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        return float(np.median(times))
+
     def _capture(self, shape: Shape, bounds: StepBounds, plan: StepPlan) -> _Captured:
         runner = self._runner
         host, view = host_buffer(shape.size, pinned=True)

@@ -15,6 +15,7 @@ from aspire.engine.logit_edits import LogitEdits
 from aspire.engine.selectors import PageLists
 from aspire.engine.sequences import SAMPLING_COLUMNS, Sequences
 from aspire.engine.step_input import Shape, StepInput, count_samples, host_buffer
+from aspire.errors import EngineError
 from aspire.models import Decoder, rope_tables
 from aspire.scheduler import PAGE_TOKENS, Mode, SchedulerConfig, SelectorSpec, StepPlan
 from aspire.scheduler.pages import PageTable
@@ -145,6 +146,17 @@ class ModelRunner:
         owner, logical = np.nonzero(self._pages.table)
         if len(owner):
             self._note_pages(np.stack([owner, logical, self._pages.table[owner, logical]], axis=1))
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether decode steps replay CUDA graphs."""
+        return self._graphs is not None
+
+    def replay_seconds(self) -> float:
+        """GPU time of the newest graph, replayed alone; raises `EngineError` without graphs."""
+        if self._graphs is None:
+            raise EngineError("this engine runs eagerly and has no graph to replay; leave out enforce_eager")
+        return self._graphs.replay_seconds()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; returns when its results are on the host."""
