@@ -53,7 +53,7 @@ class _Queue:
     order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.order = sorted(range(len(self.names)), key=lambda index: self.arrival_s[index], reverse=True)
+        self.order = sorted(range(len(self.names)), key=lambda index: self.arrival_s[index])[::-1]
 
     def submit(self, engine: LLMEngine) -> None:
         """Queue everything that has arrived by now."""
@@ -91,6 +91,8 @@ def run_requests(
     finished: dict[str, RequestOutput] = {}
     tokens = 0
     engine.begin_record()
+    # an idle engine hands out slots as a new one would, whatever ran before: a replay starts from there too
+    engine.scheduler.slots._free.sort(reverse=True)
     try:
         queue.submit(engine)
         while queue.order or engine.has_unfinished_requests:
