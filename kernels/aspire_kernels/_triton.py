@@ -78,6 +78,30 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+NATIVE_MATH: Any = tl.constexpr(not INTERPRETED) if HAS_TRITON else False
+"""Whether `exp2` and `log2` are single instructions of the GPU (relative error about 2^-22, denormals are zero)."""
+
+
+@triton.jit
+def exp2(x):
+    """``2^x`` of float32 values; 0 below 2^-126."""
+    if NATIVE_MATH:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
+
+
+@triton.jit
+def log2(x):
+    """``log2(x)`` of float32 values; -inf for 0 and denormals."""
+    if NATIVE_MATH:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(x)
+
+
 def next_power_of_2(n: int) -> int:
     """Smallest power of two that is at least ``n`` (1 for ``n`` <= 1)."""
     return 1 << max(0, n - 1).bit_length()
@@ -97,7 +121,10 @@ __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
     "LAUNCH",
+    "NATIVE_MATH",
     "cdiv",
+    "exp2",
+    "log2",
     "multiprocessors",
     "next_power_of_2",
     "plain_launches",

@@ -7,6 +7,7 @@ import torch
 
 from aspire.errors import UsageError
 from aspire_kernels import AttentionBatch, counters, get_backend
+from aspire_kernels._triton import multiprocessors
 from aspire_kernels.attention import paged
 from aspire_kernels.attention.reference import paged_attention as reference
 from aspire_kernels.attention.tuning import SPARSE, VERIFY, Tile
@@ -46,6 +47,21 @@ def test_cut_anywhere(share: int, device: str) -> None:
         VERIFY: Tile(16, 16, 4, 3, per_sm=3, split=True, min_share=share),
     }
     check(make_case(MIXES["mixed"], kv_heads=2, group=3, head_dim=32, device=device), torch.float32, tiles)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_equal_lengths_are_cut_into_chunks(queries: int, device: str) -> None:
+    case = make_case(
+        [Row(queries, n) for n in (160, 158, 0, 152, 160) if n], kv_heads=2, group=3, head_dim=32, device=device
+    )
+    programs = 4 if device == "cpu" else multiprocessors(torch.device(device))
+    tiles = {VERIFY: Tile(16, 16, 4, 3, per_sm=-(-24 // programs), min_share=1)}
+    plan = paged.plan_classes(
+        case.batch, heads=6, kv_heads=2, head_dim=32, dtype=case.q.dtype, tokens=case.q.shape[0], tiles=tiles
+    )[0]
+    assert plan.header[3] == plan.programs // 8 if device == "cpu" else int(plan.header[3]) >= 0
+    check(case, torch.float32, tiles)
 
 
 @pytest.mark.parametrize("device", DEVICES)

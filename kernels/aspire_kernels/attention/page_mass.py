@@ -7,7 +7,7 @@ softmax mass of the page. Bytes: ``2 * heads * pages`` float32 scores a chosen r
 
 from __future__ import annotations
 
-from aspire_kernels._triton import tl, triton, wait_for_inputs
+from aspire_kernels._triton import NATIVE_MATH, exp2, tl, triton, wait_for_inputs  # noqa: F401
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def page_mass_kernel(
                     mask=real[:, None] & there[None, :],
                     other=float("-inf"),
                 )
-                best = tl.maximum(best, tl.max(tl.exp2(score - lse[:, None]), 0))
+                best = tl.maximum(best, tl.max(exp2(score - lse[:, None]), 0))
             mass += best
             chosen += 1
     mass = mass / chosen

@@ -12,8 +12,8 @@ from aspire_kernels import counters
 from aspire_kernels._triton import LAUNCH, cdiv, multiprocessors, next_power_of_2
 from aspire_kernels.attention.interface import PAGE_SIZE, AttentionBatch
 from aspire_kernels.attention.page_mass import page_mass_kernel
-from aspire_kernels.attention.plan import ClassPlan, class_queries, make_plan, query_block
-from aspire_kernels.attention.split_kv import attention_kernel, combine_kernel
+from aspire_kernels.attention.plan import ClassPlan, class_queries, make_plan, query_block, settle_kernel
+from aspire_kernels.attention.split_kv import attention_kernel
 from aspire_kernels.attention.tuning import (
     KIND_NAMES,
     PREFILL,
@@ -28,12 +28,12 @@ _BLOCK_M_LIMIT = {SPARSE: 16, VERIFY: 128, PREFILL: 128}
 _workspaces: dict[tuple[torch.device, str], list[Tensor]] = {}
 
 
-def _workspace(device: torch.device, purpose: str, elements: int) -> Tensor:
-    """Float32 scratch shared by all forwards of a device. Outgrown ones are kept: captured graphs may point into
+def _workspace(device: torch.device, purpose: str, elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeroed scratch shared by all forwards of a device. Outgrown ones are kept: captured graphs may point into
     them."""
     kept = _workspaces.setdefault((device, purpose), [])
     if not kept or kept[-1].numel() < elements:
-        kept.append(torch.empty(elements, dtype=torch.float32, device=device))
+        kept.append(torch.zeros(elements, dtype=dtype, device=device))
     return kept[-1]
 
 
@@ -82,15 +82,31 @@ def plan_classes(
     return plans
 
 
-def prepare(batch: AttentionBatch, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tokens: int) -> None:
+def prepare(
+    batch: AttentionBatch,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    tokens: int,
+    tiles: dict[int, Tile] | None = None,
+) -> None:
     """Compute the work lists once for all layers of a forward (else every `paged_attention` computes its own).
 
     They hold for the values in the batch's tensors at this moment: call it again (inside the captured graph) when
-    lengths, slots or selections' counts have changed. Another layer's ``sel_pages`` needs no new call.
+    lengths, slots or selections have changed. Another layer's ``sel_pages`` needs no new call, but block table and page
+    lists must not be written between this call and the attention: it reads them while the launch before it still runs.
     """
-    batch.plan["classes"] = plan_classes(
-        batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, tokens=tokens
+    plans = plan_classes(
+        batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, tokens=tokens, tiles=tiles
     )
+    for plan in plans:
+        # a launch between the work lists and their first reader, so that the reader may begin before its predecessor
+        # has ended
+        plan.settled = True
+    if plans:
+        settle_kernel[(1,)](plans[0].header, num_warps=1, **LAUNCH)
+    batch.plan["classes"] = plans
 
 
 def paged_attention(
@@ -170,12 +186,14 @@ def _launch_class(
     _, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     tile, block_d = plan.tile, max(16, next_power_of_2(head_dim))
-    part_acc = part_ml = plan.header
+    part_acc = part_ml = arrivals = plan.header
     if plan.split:
         part_acc = _workspace(q.device, "parts", 2 * plan.programs * plan.block_m * block_d)
         part_ml = _workspace(q.device, "part_ml", 4 * plan.programs * plan.block_m)
+        arrivals = _workspace(q.device, "arrivals", plan.programs, torch.int32)
     lse = lse if with_mass and lse is not None else plan.header
     queries = class_queries(batch, plan.kind)
+    merge_rows = next_power_of_2(min(plan.block_m, queries * (heads // kv_heads)))
     attention_kernel[(plan.programs,)](
         q,
         k_cache,
@@ -185,8 +203,8 @@ def _launch_class(
         batch.sel_pages,
         plan.header,
         plan.desc,
-        plan.first_tile,
         plan.prog,
+        arrivals,
         part_acc,
         part_ml,
         lse,
@@ -215,36 +233,14 @@ def _launch_class(
         PAGE=PAGE_SIZE,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TWO_LOOPS=plan.block_m >= 64,
+        MERGE_ROWS=merge_rows,
+        MERGE_PARTS=max(1, min(8, tile.warps * 1024 // (merge_rows * block_d))),
+        EARLY=plan.settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **LAUNCH,
     )
     counters.count(f"attention.triton.{KIND_NAMES[plan.kind]}")
-    if plan.split and plan.programs > 1:
-        group_rows = min(plan.block_m, max(4, next_power_of_2(heads // kv_heads)), 16)
-        combine_kernel[(plan.programs - 1, cdiv(min(plan.block_m, queries * (heads // kv_heads)), group_rows))](
-            out,
-            plan.header,
-            plan.desc,
-            plan.first_tile,
-            plan.prog,
-            part_acc,
-            part_ml,
-            lse,
-            out.stride(0),
-            out.stride(1),
-            MASS=with_mass,
-            HEADS=heads,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_M=plan.block_m,
-            ROWS=group_rows,
-            PARTS=max(2, 4096 // (group_rows * block_d)),
-            num_warps=4,
-            **LAUNCH,
-        )
-        counters.count("attention.triton.combine")
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, heads: int, kv_heads: int, head_dim: int) -> None:

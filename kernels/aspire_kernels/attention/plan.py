@@ -4,8 +4,9 @@ replay.
 Rows fall into three classes, each with its own launch and tile: *sparse* (draft rows), *verify* (full rows of few query
 tokens: decode and verification) and *prefill*. A *job* is one query tile of a row; its work is counted in KV tiles of
 BLOCK_N tokens, for each KV head. All units ``(job, kv head, tile)`` of a class form one line, which is cut into equal
-shares, one per program, wherever the cuts fall. So few long rows and many short ragged ones fill the chip alike. A
-program that gets part of an item writes a partial result; the combine kernel merges the parts of every cut item.
+shares, one per program, wherever the cuts fall. So few long rows and many short ragged ones fill the chip alike. Where
+the items are of about equal length each is cut into the same number of chunks instead, one per program. A program that
+gets part of an item writes a partial result; the one that arrives last merges them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def plan_kernel(
     sparse,
     sel_count,
     tail_page,
-    header,  # [4]: jobs, share, units, -
+    header,  # [4]: jobs, share, units, chunks (parts of every item, or 0: items are cut where shares end)
     desc,  # [jobs, DESC]
     first_tile,  # [jobs + 1] tiles before each job (of one KV head)
-    prog,  # [programs, 4]: job, kv head, tile of each program's first unit
+    prog,  # [programs, 4]: job, kv head, tile of each program's first unit; its number of units
     rows,
     max_verify_q,
     programs,
@@ -61,6 +62,8 @@ def plan_kernel(
     wait_for_inputs(PDL)
     jobs = 0
     tiles_before = 0
+    longest = 0
+    shortest = 0x7FFFFFFF
     for j0 in range(0, rows * query_tiles, BLOCK_J):
         j = j0 + tl.arange(0, BLOCK_J)
         row = j // query_tiles
@@ -99,33 +102,66 @@ def plan_kernel(
         tl.store(desc + place * 8 + 5, tail, mask=mine)
         tl.store(desc + place * 8 + 6, query_tile, mask=mine)
         tl.store(desc + place * 8 + 7, row, mask=mine)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where(mine, tiles, 0x7FFFFFFF), 0))
         jobs += tl.sum(live, 0)
         tiles_before += tl.sum(tiles, 0)
     tl.store(first_tile + jobs, tiles_before)
     units = tiles_before * KV_HEADS
     share = tl.maximum((units + programs - 1) // programs, min_share)
+    # items of about equal length: the same number of chunks of each, if that costs at most a 16th of balance
+    items = jobs * KV_HEADS
+    chunks = programs // tl.maximum(items, 1)
+    fits = (items > 0) & (chunks > 0) & (shortest >= chunks)
+    fits = fits & ((longest + chunks - 1) // tl.maximum(chunks, 1) * 16 <= share * 17)
+    chunks = tl.where(fits, chunks, 0)
     tl.store(header + 0, jobs)
     tl.store(header + 1, share)
     tl.store(header + 2, units)
+    tl.store(header + 3, chunks)
     if SPLIT:
         tl.debug_barrier()  # first_tile was written by other threads of this program
         for g0 in range(0, programs, BLOCK_G):
             g = g0 + tl.arange(0, BLOCK_G)
-            unit = g * share
-            busy = (g < programs) & (unit < units)
-            low = tl.zeros([BLOCK_G], tl.int32)
-            high = tl.zeros([BLOCK_G], tl.int32) + tl.maximum(jobs - 1, 0)
-            for _ in range(steps):
-                middle = (low + high + 1) // 2
-                reached = tl.load(first_tile + middle, mask=busy, other=0) * KV_HEADS <= unit
-                low = tl.where(reached, middle, low)
-                high = tl.where(reached, high, middle - 1)
-            begin = tl.load(first_tile + low, mask=busy, other=0)
-            tiles = tl.maximum(tl.load(first_tile + low + 1, mask=busy, other=1) - begin, 1)
-            offset = unit - begin * KV_HEADS
-            tl.store(prog + g * 4 + 0, low, mask=busy)
-            tl.store(prog + g * 4 + 1, offset // tiles, mask=busy)
-            tl.store(prog + g * 4 + 2, offset % tiles, mask=busy)
+            real = g < programs
+            # 0 for a program without work
+            if chunks > 0:
+                item = g // chunks
+                chunk = g % chunks
+                busy = real & (item < items)
+                job = tl.where(busy, item // KV_HEADS, 0)
+                head = tl.where(busy, item % KV_HEADS, 0)
+                begin = tl.load(first_tile + job, mask=busy, other=0)
+                tiles = tl.load(first_tile + job + 1, mask=busy, other=0) - begin
+                tile = chunk * tiles // chunks
+                count = (chunk + 1) * tiles // chunks - tile
+            else:
+                unit = g * share
+                busy = real & (unit < units)
+                low = tl.zeros([BLOCK_G], tl.int32)
+                high = tl.zeros([BLOCK_G], tl.int32) + tl.maximum(jobs - 1, 0)
+                for _ in range(steps):
+                    middle = (low + high + 1) // 2
+                    reached = tl.load(first_tile + middle, mask=busy, other=0) * KV_HEADS <= unit
+                    low = tl.where(reached, middle, low)
+                    high = tl.where(reached, high, middle - 1)
+                begin = tl.load(first_tile + low, mask=busy, other=0)
+                tiles = tl.maximum(tl.load(first_tile + low + 1, mask=busy, other=1) - begin, 1)
+                offset = unit - begin * KV_HEADS
+                job = tl.where(busy, low, 0)
+                head = tl.where(busy, offset // tiles, 0)
+                tile = tl.where(busy, offset % tiles, 0)
+                count = tl.where(busy, tl.minimum(units - unit, share), 0)
+            tl.store(prog + g * 4 + 0, job, mask=real)
+            tl.store(prog + g * 4 + 1, head, mask=real)
+            tl.store(prog + g * 4 + 2, tile, mask=real)
+            tl.store(prog + g * 4 + 3, count, mask=real)
+
+
+@triton.jit
+def settle_kernel(header, PDL: tl.constexpr):
+    """Does nothing but end after every launch before it."""
+    wait_for_inputs(PDL)
 
 
 @dataclass
@@ -141,6 +177,7 @@ class ClassPlan:
     desc: Tensor  # [jobs + 1, DESC] int32
     first_tile: Tensor  # [jobs + 1] int32
     prog: Tensor  # [programs, 4] int32
+    settled: bool = False  # written before the launch that precedes the attention's, see `paged.prepare`
 
 
 def query_block(max_queries: int, group: int, limit: int) -> int:

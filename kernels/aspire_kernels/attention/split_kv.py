@@ -3,22 +3,23 @@
 Bytes: K and V of every unit once, ``2 * BLOCK_N * head_dim`` elements a unit, whatever the number of query rows. All
 query rows that share the KV head (query tokens x group heads) form one matrix operand of BLOCK_M rows.
 Softmax runs in base 2: scores are multiplied by ``scale * log2(e)`` inside the exponential's fused multiply-add.
+An item that a share boundary cuts leaves one part per program; the program that arrives last merges them.
 """
 
 from __future__ import annotations
 
-from aspire_kernels._triton import tl, triton, wait_for_inputs
+from aspire_kernels._triton import NATIVE_MATH, exp2, log2, tl, triton, wait_for_inputs  # noqa: F401
 
 
 @triton.jit
 def _page_of(place, pages, table, list_, sel_count, tail, SPARSE: tl.constexpr):
     """Physical pages at the places ``place`` of the reading order; 0 past ``pages`` (never read from)."""
+    there = place < pages
     if SPARSE:
         listed = place < sel_count
-        chosen = tl.load(list_ + place, mask=listed, other=0)
-        tail_page = tl.load(table + (tail - sel_count) + place, mask=(place >= sel_count) & (place < pages), other=0)
-        return chosen + tail_page
-    return tl.load(table + place, mask=place < pages, other=0)
+        chosen = tl.load(list_ + place, mask=there & listed, other=0)
+        return chosen + tl.load(table + (tail - sel_count) + place, mask=there & (place >= sel_count), other=0)
+    return tl.load(table + place, mask=there, other=0)
 
 
 @triton.jit
@@ -26,6 +27,7 @@ def _walk(
     acc,
     m_i,
     l_i,
+    page,  # [BLOCK_N] physical page of each token of tile t0
     q,
     k_base,
     v_base,
@@ -57,7 +59,6 @@ def _walk(
     pages = (limit + PAGE - 1) // PAGE
     place = t0 * (BLOCK_N // PAGE) + offs_n // PAGE
     in_page = (offs_n % PAGE) * HEAD_DIM
-    page = _page_of(place, pages, table, list_, sel_count, tail, SPARSE)
     for t in range(t0, t1):
         n = t * BLOCK_N + offs_n
         # page ids are fetched one tile ahead, so that no KV load waits for its address
@@ -71,8 +72,8 @@ def _walk(
             s = tl.where(n[None, :] < sees[:, None], s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(s * scale_log2 - m_safe[:, None])
-        alpha = tl.exp2(m_i - m_safe)
+        p = exp2(s * scale_log2 - m_safe[:, None])
+        alpha = exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = tl.load(v_base + row[:, None] + offs_d[None, :], mask=there, other=0.0)
@@ -82,8 +83,8 @@ def _walk(
             sums = tl.sum(tl.reshape(p, (BLOCK_M, BLOCK_N // PAGE, PAGE)), 2)
             logical = t * (BLOCK_N // PAGE) + tl.arange(0, BLOCK_N // PAGE)
             stored = score_mask[:, None] & (logical < pages)[None, :]
-            tl.store(score_out[:, None] + logical[None, :], tl.log2(sums) + m_safe[:, None], mask=stored)
-    return acc, m_i, l_i
+            tl.store(score_out[:, None] + logical[None, :], log2(sums) + m_safe[:, None], mask=stored)
+    return acc, m_i, l_i, page
 
 
 @triton.jit
@@ -102,6 +103,45 @@ def _descriptor(desc, job):
     )
 
 
+@triton.jit
+def _merge(
+    part_acc,
+    part_ml,
+    before,
+    parts,
+    valid,  # [ROWS] query rows that exist
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Sum of an item's parts, those of programs ``before .. before + parts - 1``: accumulator, maximum, denominator."""
+    rows = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    for p0 in range(0, parts, PARTS):
+        i = p0 + tl.arange(0, PARTS)
+        # of its first program it is the last item (place 1), of the others the first (place 0)
+        part = (2 * (before + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
+        there = (i < parts)[:, None] & valid[None, :]
+        ml_at = part_ml + part[:, None] * (2 * BLOCK_M) + rows[None, :]
+        # not from L1: other multiprocessors wrote them
+        m_p = tl.load(ml_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        l_p = tl.load(ml_at + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
+        at = part[:, None, None] * (BLOCK_M * BLOCK_D) + rows[None, :, None] * BLOCK_D + offs_d[None, None, :]
+        acc_p = tl.load(part_acc + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m_i, tl.max(m_p, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight = exp2(m_p - m_safe[None, :])
+        keep = exp2(m_i - m_safe)
+        l_i = l_i * keep + tl.sum(weight * l_p, 0)
+        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * acc_p, 0)
+        m_i = m_new
+    return acc, m_i, l_i
+
+
 @triton.jit(do_not_specialize=["score_pages", "stride_table", "stride_list"])
 def attention_kernel(
     q_ptr,  # [tokens, heads, head_dim]
@@ -112,8 +152,8 @@ def attention_kernel(
     sel_pages,
     header,
     desc,
-    first_tile,
     prog,
+    arrivals,  # [programs] int32, zero before and after: parts of a cut item that are written, at its first program
     part_acc,  # [2 * programs, BLOCK_M, BLOCK_D] float32
     part_ml,  # [2 * programs, 2, BLOCK_M] float32
     lse_ptr,  # [tokens, heads] float32 (MASS)
@@ -142,21 +182,24 @@ def attention_kernel(
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
     TWO_LOOPS: tl.constexpr,  # mask only the tiles that need it
+    MERGE_ROWS: tl.constexpr,  # power of two >= query rows of an item
+    MERGE_PARTS: tl.constexpr,  # parts merged at once
+    EARLY: tl.constexpr,  # work lists and pages were written before the launch that precedes this one
     PDL: tl.constexpr,
 ):
     """Grid: programs (SPLIT) or jobs * kv heads."""
-    wait_for_inputs(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     pid = tl.program_id(0)
     # loads are issued before the first branch, so that their latencies overlap
     if SPLIT:
         share = tl.load(header + 1)
-        units = tl.load(header + 2)
+        chunks = tl.load(header + 3)
         job = tl.load(prog + pid * 4)
         head = tl.load(prog + pid * 4 + 1)
         tile = tl.load(prog + pid * 4 + 2)
-        remaining = tl.minimum(units - pid * share, share)
-        if remaining <= 0:
-            return
+        remaining = tl.load(prog + pid * 4 + 3)
+        unit = pid * share
         slot, start, length, tokens, sel_count, tail, query_tile, row = _descriptor(desc, job)
     else:
         job = pid // KV_HEADS
@@ -167,6 +210,14 @@ def attention_kernel(
         remaining = tl.where(job < jobs, 1, 0)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
+    places = tl.arange(0, BLOCK_N) // PAGE
+    held = tl.where(remaining > 0, (tokens + PAGE - 1) // PAGE, 0)  # no job: nothing is read
+    table = block_table + slot * stride_table
+    list_ = sel_pages + slot * stride_list
+    page = _page_of(tile * (BLOCK_N // PAGE) + places, held, table, list_, sel_count, tail, SPARSE)
+    if EARLY:
+        # whatever the launch before this one wrote is read below here only: q, and K and V of the newest tokens
+        wait_for_inputs(PDL)
     while remaining > 0:
         first_m = query_tile * BLOCK_M
         query = (first_m + offs_m) // GROUP
@@ -195,130 +246,74 @@ def attention_kernel(
             score_at = score_ptr + ((row * 2 + which) * HEADS + in_head) * score_pages
         k_base = k_ptr + head * (PAGE * HEAD_DIM)
         v_base = v_ptr + head * (PAGE * HEAD_DIM)
-        table = block_table + slot * stride_table
-        list_ = sel_pages + slot * stride_list
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         if TWO_LOOPS:
             # the first query row of the tile sees the fewest tokens
             whole = tl.maximum(tile, tl.minimum(end, (tokens - length + 1 + first_m // GROUP) // BLOCK_N))
-            acc, m_i, l_i = _walk(
-                acc, m_i, l_i, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at, score_mask,
-                stride_page, scale_log2, tile, whole, SPARSE, False, MASS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE,
-                PRECISION,
+            acc, m_i, l_i, page = _walk(
+                acc, m_i, l_i, page, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at,
+                score_mask, stride_page, scale_log2, tile, whole, SPARSE, False, MASS, HEAD_DIM, BLOCK_D, BLOCK_M,
+                BLOCK_N, PAGE, PRECISION,
             )  # fmt: skip
-            acc, m_i, l_i = _walk(
-                acc, m_i, l_i, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at, score_mask,
-                stride_page, scale_log2, whole, end, SPARSE, True, MASS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE,
-                PRECISION,
+            acc, m_i, l_i, page = _walk(
+                acc, m_i, l_i, page, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at,
+                score_mask, stride_page, scale_log2, whole, end, SPARSE, True, MASS, HEAD_DIM, BLOCK_D, BLOCK_M,
+                BLOCK_N, PAGE, PRECISION,
             )  # fmt: skip
         else:
-            acc, m_i, l_i = _walk(
-                acc, m_i, l_i, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at, score_mask,
-                stride_page, scale_log2, tile, end, SPARSE, True, MASS, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE,
-                PRECISION,
+            acc, m_i, l_i, page = _walk(
+                acc, m_i, l_i, page, q, k_base, v_base, table, list_, sel_count, tail, limit, sees, score_at,
+                score_mask, stride_page, scale_log2, tile, end, SPARSE, True, MASS, HEAD_DIM, BLOCK_D, BLOCK_M,
+                BLOCK_N, PAGE, PRECISION,
             )  # fmt: skip
-        entire = True
-        if SPLIT:
-            entire = (tile == 0) & (end == tiles)
+        entire = (tile == 0) & (end == tiles)
         if entire:
             out = acc / l_i[:, None]
             out_at = out_ptr + (start + query).to(tl.int64)[:, None] * stride_ot + in_head[:, None] * stride_oh
             tl.store(out_at + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
             if MASS:
-                tl.store(lse_ptr + (start + query) * HEADS + in_head, m_i + tl.log2(l_i), mask=valid)
-        else:
-            # at most two parts a program: of an item begun before it (place 0), of one that goes on after it (place 1)
-            part = 2 * pid.to(tl.int64) + tl.where(tile == 0, 1, 0)
-            at = part_acc + part * (BLOCK_M * BLOCK_D) + offs_m[:, None] * BLOCK_D + offs_d[None, :]
-            tl.store(at, acc, mask=valid[:, None])
-            tl.store(part_ml + part * (2 * BLOCK_M) + offs_m, m_i, mask=valid)
-            tl.store(part_ml + part * (2 * BLOCK_M) + BLOCK_M + offs_m, l_i, mask=valid)
+                tl.store(lse_ptr + (start + query) * HEADS + in_head, m_i + log2(l_i), mask=valid)
         if SPLIT:
+            if entire == 0:
+                # at most two parts a program: place 0 of an item begun before it, 1 of one that goes on after it
+                part = 2 * pid.to(tl.int64) + tl.where(tile == 0, 1, 0)
+                at = part_acc + part * (BLOCK_M * BLOCK_D) + offs_m[:, None] * BLOCK_D + offs_d[None, :]
+                tl.store(at, acc, mask=valid[:, None])
+                tl.store(part_ml + part * (2 * BLOCK_M) + offs_m, m_i, mask=valid)
+                tl.store(part_ml + part * (2 * BLOCK_M) + BLOCK_M + offs_m, l_i, mask=valid)
+                tl.debug_barrier()  # all threads' stores come before the arrival of this program
+                before = (unit - tile) // share
+                parts = (unit - tile + tiles - 1) // share - before + 1
+                if chunks > 0:
+                    before = pid // chunks * chunks
+                    parts = chunks
+                if tl.atomic_add(arrivals + before, 1, sem="acq_rel") == parts - 1:
+                    tl.store(arrivals + before, 0)
+                    rows = tl.arange(0, MERGE_ROWS)
+                    query_r = (first_m + rows) // GROUP
+                    head_r = head * GROUP + (first_m + rows) % GROUP
+                    valid_r = query_r < length
+                    acc_r, m_r, l_r = _merge(
+                        part_acc, part_ml, before, parts, valid_r, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_PARTS
+                    )
+                    at_r = out_ptr + (start + query_r).to(tl.int64)[:, None] * stride_ot + head_r[:, None] * stride_oh
+                    stored = valid_r[:, None] & (offs_d < HEAD_DIM)[None, :]
+                    tl.store(at_r + offs_d[None, :], (acc_r / l_r[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
+                    if MASS:
+                        tl.store(lse_ptr + (start + query_r) * HEADS + head_r, m_r + log2(l_r), mask=valid_r)
             remaining -= end - tile
+            unit += end - tile
             tile = 0
             head += 1
             if head == KV_HEADS:
                 head = 0
                 job += 1
                 slot, start, length, tokens, sel_count, tail, query_tile, row = _descriptor(desc, job)
+                table = block_table + slot * stride_table
+                list_ = sel_pages + slot * stride_list
+            held = tl.where(remaining > 0, (tokens + PAGE - 1) // PAGE, 0)
+            page = _page_of(places, held, table, list_, sel_count, tail, SPARSE)
         else:
             remaining = 0
-
-
-@triton.jit
-def combine_kernel(
-    out_ptr,
-    header,
-    desc,
-    first_tile,
-    prog,
-    part_acc,
-    part_ml,
-    lse_ptr,
-    stride_ot,
-    stride_oh,
-    MASS: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # query rows of one program
-    PARTS: tl.constexpr,  # parts merged at once
-    PDL: tl.constexpr,
-):
-    """Merge the parts of one cut item. Grid: (programs - 1 cuts, BLOCK_M / ROWS); an item is handled at its first
-    cut."""
-    wait_for_inputs(PDL)
-    cut = tl.program_id(0) + 1
-    share = tl.load(header + 1)
-    job = tl.load(prog + cut * 4)
-    head = tl.load(prog + cut * 4 + 1)
-    tile = tl.load(prog + cut * 4 + 2)
-    unit = cut * share
-    if unit >= tl.load(header + 2):
-        return
-    if (tile == 0) | (tile > share):
-        return  # the cut falls between items, or the item was cut before
-    d = desc + job * 8
-    start = tl.load(d + 1)
-    length = tl.load(d + 2)
-    first_m = tl.load(d + 6) * BLOCK_M
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    query = (first_m + rows) // GROUP
-    member = (first_m + rows) % GROUP
-    valid = query < length
-    if (first_m + tl.program_id(1) * ROWS) // GROUP >= length:
-        return
-    tiles = tl.load(first_tile + job + 1) - tl.load(first_tile + job)
-    before = (unit - tile) // share  # program of the item's first part
-    parts = (unit - tile + tiles - 1) // share - before + 1
-    offs_d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    for p0 in range(0, parts, PARTS):
-        i = p0 + tl.arange(0, PARTS)
-        part = (2 * (before + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
-        there = (i < parts)[:, None] & valid[None, :]
-        ml_at = part_ml + part[:, None] * (2 * BLOCK_M) + rows[None, :]
-        m_p = tl.load(ml_at, mask=there, other=float("-inf"))
-        l_p = tl.load(ml_at + BLOCK_M, mask=there, other=0.0)
-        at = (
-            part_acc + part[:, None, None] * (BLOCK_M * BLOCK_D) + rows[None, :, None] * BLOCK_D + offs_d[None, None, :]
-        )
-        acc_p = tl.load(at, mask=there[:, :, None], other=0.0)
-        m_new = tl.maximum(m_i, tl.max(m_p, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = tl.exp2(m_p - m_safe[None, :])
-        keep = tl.exp2(m_i - m_safe)
-        l_i = l_i * keep + tl.sum(weight * l_p, 0)
-        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * acc_p, 0)
-        m_i = m_new
-    out_at = out_ptr + (start + query).to(tl.int64)[:, None] * stride_ot + (head * GROUP + member)[:, None] * stride_oh
-    stored = valid[:, None] & (offs_d < HEAD_DIM)[None, :]
-    tl.store(out_at + offs_d[None, :], (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
-    if MASS:
-        tl.store(lse_ptr + (start + query) * HEADS + head * GROUP + member, m_i + tl.log2(l_i), mask=valid)

@@ -115,15 +115,8 @@ class Workload:
 
     def prepare(self, tiles: dict[int, Tile] | None = None) -> None:
         """Compute the work lists, as a forward does once for all its layers."""
-        self.batch.plan["classes"] = paged.plan_classes(
-            self.batch,
-            heads=self.shape.heads,
-            kv_heads=self.shape.kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self.dtype,
-            tokens=self.q.shape[0],
-            tiles=tiles,
-        )
+        shape = self.shape
+        paged.prepare(self.batch, shape.heads, shape.kv_heads, shape.head_dim, self.dtype, self.q.shape[0], tiles=tiles)
 
     def calls(self, mass_rows: Tensor | None = None) -> list[Callable[[], Tensor]]:
         """One attention call per layer; with page mass of the query offsets ``mass_rows [rows, 2]`` if given."""
