@@ -5,6 +5,7 @@ Padded tokens write to the trash page, padded rows have no query; a graph's boun
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,8 +103,14 @@ class GraphCache:
         torch.cuda.synchronize()
         device_input.buffer.copy_(host)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            packed, _ = runner.forward(device_input, bounds)
+        # page-locked memory that the garbage collector frees during a capture would break it
+        gc.collect()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                packed, _ = runner.forward(device_input, bounds)
+        finally:
+            gc.enable()
         result = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         return _Captured(graph, host, host_input, device_input, packed, result, result.numpy())
 

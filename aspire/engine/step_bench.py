@@ -7,6 +7,7 @@ once, the KV that is read) over the copy bandwidth measured in the same run.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def weight_bytes(engine: LLMEngine) -> int:
 
 
 def measure(cases: list[Case], selector: str, repeats: int) -> list[dict[str, Any]]:
-    """Results of ``cases``; cases of one model share an engine."""
+    """Results of ``cases``; cases of one model and size share an engine."""
     results: list[dict[str, Any]] = []
     bandwidth = copy_bandwidth(torch.device("cuda"))
     torch.cuda.empty_cache()
@@ -91,12 +92,16 @@ def measure(cases: list[Case], selector: str, repeats: int) -> list[dict[str, An
                 max_num_seqs=rows,
                 max_model_len=max(case.context for case in group) + 64 if model != "smollm2-135m" else 8192,
                 policy=policy,
+                gpu_memory_utilization=0.95,
             )
             engine = LLMEngine(config)
             timer = StepTimer(engine, repeats=repeats, max_seconds=5.0)
             for case in group:
-                results += _measure_case(case, engine, timer, bandwidth)
+                found = _measure_case(case, engine, timer, bandwidth)
+                print("\n".join(_line(row) for row in found), flush=True)
+                results += found
             del engine, timer
+            gc.collect()  # runner and graphs refer to each other
             torch.cuda.empty_cache()
     return results
 
@@ -148,11 +153,13 @@ def main() -> int:
         return 1
     results = measure([case for case in CASES if options.only in case.id], options.selector, options.repeats)
     write_evidence(options.out, results)
-    for row in results:
-        detail = row.get("detail", {})
-        floor = f"  floor {detail['floor_ms']:8.3f}  gpu {detail['gpu_ms'] or 0:8.3f}" if "floor_ms" in detail else ""
-        print(f"{row['id']:44s} {row['value']:9.4f} {row['unit']}{floor}")
     return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    detail = row.get("detail", {})
+    floor = f"  floor {detail['floor_ms']:8.3f}  gpu {detail['gpu_ms'] or 0:8.3f}" if "floor_ms" in detail else ""
+    return f"{row['id']:44s} {row['value']:9.4f} {row['unit']}{floor}"
 
 
 if __name__ == "__main__":
