@@ -263,9 +263,10 @@ class Scheduler:
         slots = self.slots
         drafted = slots.drafted[decoding]
         context = slots.computed[decoding] + drafted + 1
-        # a verification of d drafts commits up to d + 1 tokens
+        # a verification of d drafts commits up to d + 1 tokens, and its d + 1 query tokens must fit in a step
         room = slots.limit[decoding] - slots.known[decoding] - 1
-        can_draft = slots.seeded[decoding] & (drafted < np.minimum(self.policy.d_max, room))
+        longest = min(self.policy.d_max, self.config.max_num_batched_tokens - 1)
+        can_draft = slots.seeded[decoding] & (drafted < np.minimum(longest, room))
         tokens = float(min(self.config.max_num_batched_tokens, int((slots.known - slots.computed)[prefilling].sum())))
         other = StepFeatures.of(query_tokens=tokens, prefill_tokens=tokens, rows=float(len(prefilling)))
         page = self.config.block_size
