@@ -19,7 +19,7 @@ SPACES: dict[str, dict[str, tuple[float, float]]] = {
     "staggered": {"g": (1, 12)},
     "fsm": {"g_init": (1, 10)},
     "aspire": {"w": (0.5, 0.98), "alpha_0": (0.6, 0.95), "gamma_init": (1, 8)},
-    "goodput": {},
+    "goodput": {"hysteresis": (0.0, 0.2), "explore_rounds": (32, 512), "window_tokens": (1000.0, 20000.0)},
 }
 DEPTHS: tuple[int, ...] = (4, 8, 16)  # num_speculative_tokens
 GRID: dict[str, list[dict[str, Any]]] = {

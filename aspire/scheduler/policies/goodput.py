@@ -17,7 +17,7 @@ from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
 from aspire.scheduler.survival import RateTracker, SurvivalModel, best_rate, draft_price, worth_drafting
 
-REPRICE_STEPS = 8  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
+REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
 _TOKENS = FEATURES.index("query_tokens")
 _ONE_TOKEN: Floats = StepFeatures.of(query_tokens=1.0).matrix()
 _EMPTY = StepFeatures.zeros()
@@ -27,13 +27,14 @@ _EMPTY = StepFeatures.zeros()
 class GoodputParams:
     """Parameters with their defaults; none needs tuning to be safe.
 
-    ``hysteresis``: the first draft of a round must earn this much more than its price.
+    ``hysteresis``: a draft must earn this much more than its price. Estimates are noisy, and a draft is made where they
+    err on the high side; a request for which drafting hardly pays does not flip between the two either.
     ``explore_rounds``: a request that does not draft tries one draft after so many rounds, if a sure one would pay.
     ``window_tokens``: memory of the rate. ``cost_ratio`` c and ``verify_ratio`` v: a round of g drafts takes
     1 + (c + v) g verifications; when c is None, prices come from the cost model.
     """
 
-    hysteresis: float = 0.03
+    hysteresis: float = 0.05
     explore_rounds: int = 128
     window_tokens: float = 6000.0
     cost_ratio: float | None = None
@@ -75,9 +76,9 @@ class Prices:
 
     def of_drafts(self, view: PolicyView) -> Floats:
         """[n] seconds of one more draft of each request, its share of the step included."""
-        row = self.row + self.sparse_token * (view.sparse_tokens - self.mean_sparse)
+        row = np.asarray(self.row + self.sparse_token * (view.sparse_tokens - self.mean_sparse), dtype=np.float64)
         if self.context_token:
-            row = row + self.context_token * (view.context_tokens - self.mean_context)
+            row += self.context_token * (view.context_tokens - self.mean_context)
         return draft_price(row, np.full(len(row), self.token), self.shared, self.requests)
 
 
@@ -115,8 +116,8 @@ def price_batch(view: PolicyView, model: CostModel, acceptance: Floats) -> Price
             StepFeatures.of(full_kv_tokens=share, select_kv_tokens=share).matrix() * max(mean_context, 1.0),
         ]
     )
-    width = 0.5 * count
-    around = StepFeatures.from_matrix(view.other.matrix() + 0.75 * steps[best])
+    width = float(count)
+    around = StepFeatures.from_matrix(view.other.matrix() + 0.5 * steps[best])
     row, token, verify_s, sparse, context = (
         np.maximum(model.marginal(around, StepFeatures.from_matrix(width * reach)), 0.0) / width
     ).tolist()
@@ -174,7 +175,7 @@ class Goodput(Policy):
         rate = ar_rate * self.speedup
         fresh = view.drafted == 0
         upcoming = self.survival.next_acceptance(view.slots)
-        wanted = price * (1.0 + self.params.hysteresis * fresh)
+        wanted = price * (1.0 + self.params.hysteresis)
         draft = worth_drafting(self.survival.survival(view.slots), upcoming, wanted, rate)
         draft |= fresh & (self._idle[view.slots] >= self.params.explore_rounds) & (rate * wanted < 1.0)
         return np.where(draft & (view.drafted < self.d_max), Action.DRAFT, Action.VERIFY).astype(np.int8)
@@ -222,7 +223,7 @@ class Goodput(Policy):
         return self.survival.acceptance(slots[:, None], np.arange(self.d_max), unknown)
 
     def _started(self, speedup: float, requests: int) -> RateTracker:
-        return RateTracker(speedup, self.params.window_tokens, prior_tokens=4.0 * requests)
+        return RateTracker(speedup, self.params.window_tokens, prior_tokens=16.0 * requests)
 
     def _observe_rate(self, feedback: Feedback, tokens: float, drafted: float) -> None:
         if self._tracker is None:
