@@ -147,6 +147,9 @@ class Goodput(Policy):
         super().__init__(params, max_slots, d_max)
         self.survival = SurvivalModel(max_slots, max(d_max, 1))
         self._idle: Ints = np.zeros(max_slots, dtype=np.int64)  # rounds since the last draft
+        # requests that gave up together must not all explore in the same step: +-25 %, spread by the golden ratio
+        spread = np.asarray(np.arange(max_slots) * 0.6180339887 % 1.0, dtype=np.float64)
+        self._patience: Floats = params.explore_rounds * (0.75 + 0.5 * spread)
         self._tracker: RateTracker | None = None  # of tokens per token that plain decoding makes in the same time
         self._prices: Prices | None = None
         self._priced_for: tuple[int, float] = (0, 0.0)
@@ -165,8 +168,7 @@ class Goodput(Policy):
 
     def reset(self, slots: Ints) -> None:
         self.survival.reset(slots)
-        # requests that entered together must not all explore in the same step
-        self._idle[slots] = (slots * 79) % self.params.explore_rounds
+        self._idle[slots] = 0
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         if not len(view.slots) or not self.d_max:
@@ -177,7 +179,7 @@ class Goodput(Policy):
         upcoming = self.survival.next_acceptance(view.slots)
         wanted = price * (1.0 + self.params.hysteresis)
         draft = worth_drafting(self.survival.survival(view.slots), upcoming, wanted, rate)
-        draft |= fresh & (self._idle[view.slots] >= self.params.explore_rounds) & (rate * wanted < 1.0)
+        draft |= fresh & (self._idle[view.slots] >= self._patience[view.slots]) & (rate * wanted < 1.0)
         return np.where(draft & (view.drafted < self.d_max), Action.DRAFT, Action.VERIFY).astype(np.int8)
 
     def observe(self, feedback: Feedback) -> None:
