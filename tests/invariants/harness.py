@@ -34,7 +34,7 @@ class LinearCost:
 
     def predict(self, features: StepFeatures) -> NDArray[np.float64]:
         kv_tokens = features.sparse_kv_tokens + features.full_kv_tokens + features.select_kv_tokens
-        return np.asarray(1e-3 + 2e-5 * features.query_tokens + 4e-6 * kv_tokens)
+        return np.asarray(2e-5 + 2e-6 * features.query_tokens + 4e-6 * kv_tokens)
 
     def marginal(self, base: StepFeatures, added: StepFeatures) -> NDArray[np.float64]:
         return np.asarray(self.predict(base + added) - self.predict(base))

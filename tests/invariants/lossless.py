@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from aspire.engine.llm_engine import LLMEngine
 from aspire.outputs import CompletionOutput, RequestOutput
 from tests.invariants.harness import Limits, Run, drive, make_engine, use_random
@@ -37,11 +39,14 @@ class _Player:
         self._engine, self._scenario = engine, scenario
         self._last = max(ask.arrive_step for ask in scenario.asks)
         self.aborted: dict[str, list[int]] = {}
+        self._sabotage = None if scenario.sabotage is None else np.random.default_rng(scenario.sabotage)
 
     def more(self, step: int) -> bool:
         return step <= self._last
 
     def __call__(self, step: int) -> None:
+        if self._sabotage is not None:
+            self._spoil_drafts(self._sabotage)
         for schedule in self._scenario.schedules[1:]:
             if schedule.step == step:
                 self._engine.set_policy(schedule.spec)
@@ -53,6 +58,14 @@ class _Player:
                 self.aborted[ask.request_id] = self._engine._tokens_of(live)[len(ask.prompt) :]
                 if not self._engine.abort(ask.request_id):
                     raise AssertionError(f"{ask.request_id} was there and could not be aborted")
+
+    def _spoil_drafts(self, rng: np.random.Generator) -> None:
+        """Replace some drafts by random tokens: rejections at every place, as a worse drafter would cause."""
+        slots, vocab_size = self._engine.scheduler.slots, self._engine.loaded.config.vocab_size
+        for slot in np.flatnonzero(slots.active & (slots.drafted > 0)).tolist():
+            if rng.random() < 0.3:
+                place = int(slots.known[slot] + rng.integers(slots.drafted[slot]))
+                self._engine.sequences.tokens[slot, place] = rng.integers(vocab_size)
 
 
 def autoregressive(scenario: Scenario) -> Run:

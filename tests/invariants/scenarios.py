@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from hypothesis import strategies as st
@@ -80,15 +80,16 @@ class Scenario:
     schedules: tuple[Schedule, ...]
     limits: Limits
     engine_seed: int
+    sabotage: int | None = None  # seed: some drafts are replaced by wrong ones before they are verified
 
 
 def draw_selector(draw: Draw, num_layers: int) -> SelectorSpec:
     """Any selector, mostly with budgets so small that drafts go wrong."""
-    sinks, recent = draw.integer(0, 2), draw.integer(1, 2)
+    sinks, recent = draw.integer(0, 2), draw.choice((1, 1, 2))
     return SelectorSpec(
         kind=draw.choice(SELECTOR_KINDS),
-        budget_ratio=draw.choice((0.0, 0.1, 0.4, 1.0)),
-        min_pages=sinks + recent + draw.choice((0, 1, 2, 20)),
+        budget_ratio=draw.choice((0.0, 0.0, 0.2, 1.0)),
+        min_pages=sinks + recent + draw.choice((0, 0, 1, 20)),
         sinks=sinks,
         recent=recent,
         layer=draw.integer(-num_layers, num_layers - 1),
@@ -113,7 +114,9 @@ def draw_schedule(draw: Draw, step: int, num_layers: int) -> Schedule:
         kind="fixed" if kind == "random" else kind,
         params=params,
         selector=draw_selector(draw, num_layers),
-        num_speculative_tokens=draw.choice((16, 16, 5, 3, 1, 0) if kind not in ("fixed", "staggered") else (16, 16, 5, 3, 1)),
+        num_speculative_tokens=draw.choice(
+            (16, 16, 5, 3, 1, 0) if kind not in ("fixed", "staggered") else (16, 16, 5, 3, 1)
+        ),
     )
     return Schedule(step, spec, draw.integer(0, 2**16) if kind == "random" else None)
 
@@ -137,7 +140,7 @@ def draw_params(draw: Draw, vocab_size: int) -> SamplingParams:
     base = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, **filters}
     if plain:
         return SamplingParams(**base, ignore_eos=True, detokenize=False)
-    stops = tuple(draw.integer(0, vocab_size - 1) for _ in range(draw.choice((0, 2, 12))))
+    stops = tuple(draw.integer(0, vocab_size - 1) for _ in range(draw.choice((0, 0, 2, 12))))
     return SamplingParams(
         **base,
         ignore_eos=draw.choice((True, False)),
@@ -159,6 +162,7 @@ def draw_prompt(draw: Draw, vocab_size: int, max_model_len: int) -> tuple[int, .
             draw.integer(1, 12),
             draw.integer(1, 8) * PAGE_TOKENS + draw.integer(-1, 1),
             draw.integer(13, 100),
+            draw.integer(13, 100),
             max_model_len - draw.integer(1, 6),
         )
     )
@@ -172,27 +176,33 @@ def draw_scenario(draw: Draw) -> Scenario:
     model = draw.choice(("llama", "qwen3", "wide", "qwen2"))
     config = CONFIGS[model]
     max_model_len = draw.choice((160, 96, 130))
+    storm = draw.choice((False, False, True))  # short prompts, long outputs, few pages: preemption
     asks = []
-    for index in range(draw.integer(1, 5)):
+    for index in range(5 if storm else draw.integer(1, 5)):
         abort = draw.integer(0, 40) if draw.choice((False, False, False, True)) else None
         arrive = draw.choice((0, 0, draw.integer(0, 20)))
         prompt = draw_prompt(draw, config.vocab_size, max_model_len)
         params = draw_params(draw, config.vocab_size)
+        if storm:
+            prompt = prompt[: draw.integer(10, 34)]
+            params = replace(params, max_tokens=draw.integer(params.max_tokens, 40))
         priority = draw.choice((0, 0, 1))
         asks.append(Ask(f"request-{index}", prompt, params, arrive, abort, priority))
     schedules = [draw_schedule(draw, 0, config.num_layers)]
     for _ in range(draw.choice((0, 0, 1, 3))):
         schedules.append(draw_schedule(draw, draw.integer(1, 40), config.num_layers))
-    seqs = draw.choice((3, 5, 2, 1))
+    seqs = 5 if storm else draw.choice((3, 5, 2, 1))
     longest = max(min(len(ask.prompt) + ask.params.max_tokens, max_model_len) for ask in asks)
     needed = -(-longest // PAGE_TOKENS) + 1  # the trash page too
+    spare = (needed, needed + draw.integer(1, 3), needed + draw.integer(1, 8))
     limits = Limits(
         max_num_seqs=seqs,
         max_num_batched_tokens=seqs + draw.choice((60, 30, 4, 0, 200)),
         max_model_len=max_model_len,
-        num_pages=draw.choice((None, needed, needed + draw.integer(1, 3), needed + draw.integer(1, 8))),
+        num_pages=draw.choice(spare if storm else (None, *spare)),
     )
-    return Scenario(model, tuple(asks), tuple(schedules), limits, draw.integer(0, 3))
+    sabotage = draw.choice((None, draw.integer(0, 2**16)))
+    return Scenario(model, tuple(asks), tuple(schedules), limits, draw.integer(0, 3), sabotage)
 
 
 @st.composite
