@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,17 +22,26 @@ if TYPE_CHECKING:
     from aspire.engine.runner import ModelRunner, StepBounds, StepResult
 
 
+_CUTS = (2, 8)  # layers before which a new graph begins
+
+
 @dataclass
 class _Captured:
     """A graph with the buffers that it reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: list[torch.cuda.CUDAGraph]
     host: Tensor  # page-locked
     host_input: StepInput
     device_input: StepInput
     packed: Tensor  # on the device
     result: Tensor  # page-locked
     result_view: np.ndarray
+    done: torch.cuda.Event
+
+    def replay(self) -> None:
+        """Launch the whole step."""
+        for graph in self.graphs:
+            graph.replay()
 
 
 class GraphCache:
@@ -56,8 +65,8 @@ class GraphCache:
         """Whether a graph can run the step: it only decodes, and a bucket holds its tokens."""
         return plan.num_query_tokens <= self._buckets[-1] and not (plan.modes == Mode.PREFILL).any()
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Execute the step by replaying its graph, capturing it first if need be."""
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start the step by replaying its graphs, captured first if need be; the returned call waits for its result."""
         from aspire.engine.runner import StepBounds
 
         tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
@@ -74,19 +83,24 @@ class GraphCache:
         else:
             self._runner.fill(captured.host_input, plan)
             captured.device_input.buffer.copy_(captured.host, non_blocking=True)
-        captured.graph.replay()
+        captured.replay()
         captured.result.copy_(captured.packed, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return self._runner.unpack(captured.result_view, plan, tokens)
+        captured.done.record()
+
+        def wait() -> StepResult:
+            captured.done.synchronize()
+            return self._runner.unpack(captured.result_view, plan, tokens)
+
+        return wait
 
     def replay_seconds(self, repeats: int = 20) -> float:
-        """Median GPU time of the graph that was captured last, replayed alone."""
+        """Median GPU time of the step that was captured last, replayed alone."""
         captured = list(self._graphs.values())[-1]
         times = []
         for _ in range(repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            captured.graph.replay()
+            captured.replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e-3)
@@ -102,17 +116,41 @@ class GraphCache:
         runner.forward(device_input, bounds)
         torch.cuda.synchronize()
         device_input.buffer.copy_(host)
-        graph = torch.cuda.CUDAGraph()
         # page-locked memory that the garbage collector frees during a capture would break it
         gc.collect()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                packed, _ = runner.forward(device_input, bounds)
+            graphs, packed = self._record(device_input, bounds)
         finally:
             gc.enable()
         result = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        return _Captured(graph, host, host_input, device_input, packed, result, result.numpy())
+        return _Captured(graphs, host, host_input, device_input, packed, result, result.numpy(), torch.cuda.Event())
+
+    def _record(self, device_input: StepInput, bounds: StepBounds) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
+        """Capture the forward as a few graphs, cut before some layers.
+
+        Launching a graph takes the host time in proportion to its kernels; with a short first graph the GPU starts
+        while the host still launches the others.
+        """
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def cut(layer: int) -> None:
+            if layer in _CUTS:
+                graphs[-1].capture_end()
+                begin()
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            begin()
+            packed, _ = self._runner.forward(device_input, bounds, before_layer=cut)
+            graphs[-1].capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graphs, packed
 
 
 def _powers(limit: int) -> list[int]:

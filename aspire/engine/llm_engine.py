@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,8 @@ class LLMEngine:
         )
         self._tokenizer: Tokenizer | None = None
         self._live: dict[str, _Live] = {}
-        self.log = StepLog()
+        self._log = StepLog()
+        self._later: list[Callable[[], None]] = []
         self._submitted: list[_Live] = []
         self._origin = time.perf_counter()
         self._last_end: float | None = None
@@ -219,7 +221,11 @@ class LLMEngine:
             return []
         self._place(plan, start)
         captured = self.runner.capture_s
-        result = self.runner.execute(plan)
+        wait = self.runner.launch(plan)
+        for work in self._later:  # bookkeeping of the step before, while the GPU works on this one
+            work()
+        self._later.clear()
+        result = wait()
         self._origin += self.runner.capture_s - captured  # a graph is captured once: the clock of the run stands still
         outcome, committed = self._outcome(plan, result)
         end = self.clock()
@@ -230,7 +236,7 @@ class LLMEngine:
         ended = np.zeros(plan.num_rows, dtype=bool)
         if finished:
             ended[:] = [name in finished for name in plan.requests]
-        log_step(self.log, plan, outcome, owner, start, ended)
+        self._later.append(partial(log_step, self._log, plan, outcome, owner, start, ended))
         self._last_end = end if self.scheduler.has_work else None
         wanted = ended | (outcome.committed > 0) if stream else ended
         return [self._emit(plan.requests[row], bool(ended[row]), end) for row in np.flatnonzero(wanted).tolist()]
@@ -412,15 +418,23 @@ class LLMEngine:
         """Forget what was recorded and start the clock anew; only between runs."""
         if self.scheduler.has_work:
             raise UsageError("begin_record while requests run; finish or abort them first")
-        self.log = StepLog()
+        self.forget_steps()
         self._submitted = []
         self._origin = time.perf_counter()
-        self._last_end = None
 
     def forget_steps(self) -> None:
         """Start timing the next step at its own begin, and drop the log of steps."""
-        self.log = StepLog()
+        self._log = StepLog()
+        self._later.clear()
         self._last_end = None
+
+    @property
+    def log(self) -> StepLog:
+        """The steps recorded since `begin_record`."""
+        for work in self._later:
+            work()
+        self._later.clear()
+        return self._log
 
     def record(self) -> tuple[RequestTable, StepLog, dict[str, Any]]:
         """What was recorded since `begin_record`: requests, steps, and the configuration that a replay needs."""

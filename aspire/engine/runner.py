@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,22 +159,22 @@ class ModelRunner:
             raise EngineError("this engine runs eagerly and has no graph to replay; leave out enforce_eager")
         return self._graphs.replay_seconds()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; returns when its results are on the host."""
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start one step; the returned call waits for its result. The host is free to work in between."""
         self._upload_state(plan)
-        edits = (
-            LogitEdits.of(plan, self._sequences, self.device) if self._sequences.edits[plan.slots].any() else _NO_EDITS
-        )
+        edits = _NO_EDITS
+        if self._sequences.edits[plan.slots].any():
+            edits = LogitEdits.of(plan, self._sequences, self.device)
         top = int(self._sequences.logprobs[plan.slots].max(initial=-1))
-        if self._graphs is not None and edits.empty and top <= 0 and self._graphs.fits(plan):
-            return self._graphs.run(plan)
+        if self._graphs is not None and edits.empty and top < 0 and self._graphs.fits(plan):
+            return self._graphs.launch(plan)
         samples = max(1, count_samples(plan))  # an unfinished prefill samples nothing; one row keeps the shapes simple
         shape = Shape(plan.num_query_tokens, plan.num_rows, samples, self.config.max_num_seqs)
         host, view = host_buffer(shape.size, self.device.type == "cuda")
         self.fill(StepInput(shape, view), plan)
         inp = StepInput(shape, host.to(self.device, non_blocking=True))
         packed, best = self.forward(inp, StepBounds.of(plan), edits, top)
-        return self.unpack(packed.cpu().numpy(), plan, samples, best)
+        return lambda: self.unpack(packed.cpu().numpy(), plan, samples, best)
 
     def fill(self, inp: StepInput, plan: StepPlan) -> None:
         """Write ``plan`` into the host input ``inp``."""
@@ -181,7 +182,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, inp: StepInput, bounds: StepBounds, edits: LogitEdits = _NO_EDITS, top: int = -1
+        self,
+        inp: StepInput,
+        bounds: StepBounds,
+        edits: LogitEdits = _NO_EDITS,
+        top: int = -1,
+        before_layer: Callable[[int], None] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """The whole step on the device: model, sampling, acceptance, page lists. Returns the packed int32 results."""
         backend, lists = self.backend, self.lists
@@ -211,7 +217,7 @@ class ModelRunner:
             )
             return lists.attend(state, layer, q, self.pool.keys[layer], self.pool.values[layer], self._scale)
 
-        hidden = self.model.forward(inp.input_ids, inp.positions, attend)
+        hidden = self.model.forward(inp.input_ids, inp.positions, attend, before_layer)
         logits = self.model.logits(hidden[inp.logit_row.long()])
         best = None
         if top >= 0:

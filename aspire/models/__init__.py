@@ -1,12 +1,12 @@
 """Models: one config-driven decoder, its weights and where they come from.
 
-    load_model       name, folder, .gguf file or hub id -> LoadedModel          loader.py
-    ModelConfig      shape and constants, read from config.json                 config.py
-    PRESETS          shapes by name, for random weights                         presets.py
-    Decoder, Attend  the forward pass over flattened tokens                     decoder.py
-    DenseAttend      plain causal attention over one sequence (the oracle)      decoder.py
-    rope_tables, apply_rope  rotary embedding, reference                        rope.py
-    Ops              elementwise operations, given by a back end of kernels/    decoder.py
+load_model       name, folder, .gguf file or hub id -> LoadedModel          loader.py
+ModelConfig      shape and constants, read from config.json                 config.py
+PRESETS          shapes by name, for random weights                         presets.py
+Decoder, Attend  the forward pass over flattened tokens                     decoder.py
+DenseAttend      plain causal attention over one sequence (the oracle)      decoder.py
+rope_tables, apply_rope  rotary embedding, reference                        rope.py
+Ops              elementwise operations, given by a back end of kernels/    decoder.py
 """
 
 from __future__ import annotations

@@ -95,12 +95,23 @@ class Decoder:
         return self.weights.embed.dtype
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, [tokens, hidden], for ``input_ids`` and ``positions`` [tokens]."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [tokens, hidden], for ``input_ids`` and ``positions`` [tokens].
+
+        ``before_layer`` is called with the index of every layer that is about to run.
+        """
         eps, ops = self.config.rms_norm_eps, self.ops
         residual = embedding(input_ids, self.weights.embed)
         x = ops.rms_norm(residual, self.weights.layers[0].input_norm, eps)
         for index, layer in enumerate(self.weights.layers):
+            if before_layer is not None:
+                before_layer(index)
             x = linear(self._attention(index, layer, x, positions, attend), layer.output, layer.output_bias)
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
             x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)

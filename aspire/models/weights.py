@@ -83,9 +83,7 @@ def check_tensors(config: ModelConfig, found: Mapping[str, tuple[int, ...]], whe
     expected = expected_shapes(config)
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     missing = sorted(set(expected) - set(found))
-    extra = sorted(
-        name for name in set(found) - set(expected) - ignored if not name.endswith(_DERIVED_SUFFIXES)
-    )
+    extra = sorted(name for name in set(found) - set(expected) - ignored if not name.endswith(_DERIVED_SUFFIXES))
     misshapen = [
         f"{name} is {_shape(found[name])} instead of {_shape(shape)}"
         for name, shape in expected.items()
