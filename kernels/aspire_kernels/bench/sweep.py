@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +167,10 @@ def sweep(
             # of the tiles that are about as fast, the one that also computes page mass fastest
             slack = 1.01 if point.q_len == 1 else 1.04
             near = [(s, t) for s, t in results if s <= slack * seconds][:16]
-            both = [(s + _time(workload, point.kind, t, with_mass=True), s, t) for s, t in near]
+            both = []
+            for s, t in near:
+                with suppress(Exception):  # page mass may need more shared memory than there is
+                    both.append((s + _time(workload, point.kind, t, with_mass=True), s, t))
             total, seconds, tile = min(both, key=lambda entry: entry[0])
             mass = total - seconds
         workload.prepare({point.kind: tile})
