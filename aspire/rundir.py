@@ -184,6 +184,7 @@ def _step_lines(steps: StepLog, first: int, last: int, rows: bool) -> Iterator[s
         # nine significant digits give a float32 back exactly; only drafting rows have a margin
         known = margins[low:high]
         digits = ",".join(map("%.9g".__mod__, known[~np.isnan(known)].tolist()))
+        digits = digits.replace("inf", "1e999")  # a draft without a rival; JSON has no infinity but reads this as one
         has = np.flatnonzero(~np.isnan(known)).tolist()
         yield f'{text[:-1]}, "margin_row": {has}, "margin": [{digits}]}}\n'
 

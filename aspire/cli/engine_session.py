@@ -97,6 +97,6 @@ def progress_of(update: Callable[..., None]) -> Callable[[int, int, int], None]:
 
     def tell(done: int, total: int, tokens: int) -> None:
         elapsed_s = max(1e-6, time.monotonic() - start_s)
-        update(done, f"{tokens} tokens, {tokens / elapsed_s:.1f} tok/s", total=total)
+        update(done, f"{tokens} tokens, {tokens / elapsed_s:.1f} tok/s" if tokens else "reading prompts", total=total)
 
     return tell

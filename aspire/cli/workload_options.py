@@ -92,9 +92,9 @@ def _options(
     from aspire_simulator.metrics import parse_goodput
     from aspire_simulator.scenario import Scenario
 
-    settings = cost_model_settings(cost_model)
-    seqs = max_num_seqs or settings.get("max_num_seqs") or 128
-    batched = max_num_batched_tokens or max(settings.get("max_num_batched_tokens") or 8192, seqs)
+    ranges = profiled_ranges(cost_model)
+    seqs = max_num_seqs or ranges.get("rows") or 128
+    batched = max_num_batched_tokens or max(ranges.get("query_tokens") or 8192, seqs)
     if batched < seqs:
         raise UsageError(
             f"--max-num-batched-tokens {batched} is below --max-num-seqs {seqs}: "
@@ -145,13 +145,17 @@ def acceptance_by_selector(given: list[str]) -> str | dict[str, str]:
     return found["*"] if list(found) == ["*"] else found
 
 
-def cost_model_settings(cost_model: str) -> dict[str, Any]:
-    """Settings under which a cost model was measured; names the command that makes one when it is missing."""
+def profiled_ranges(cost_model: str) -> dict[str, int]:
+    """Largest value of each feature that a cost model was measured with; {} where it is not bounded.
+
+    Names the command that makes a cost model when the file is missing.
+    """
     if cost_model.startswith("analytic:"):
         return {}
     from aspire_calibration import CostModelFile
 
-    return CostModelFile.load(existing_file(Path(cost_model), "cost model", "aspire calibrate")).settings
+    file = CostModelFile.load(existing_file(Path(cost_model), "cost model", "aspire calibrate"))
+    return {name: int(high) for name, (_, high) in file.ranges.items()}
 
 
 def scenario_options(function: Callable[..., None]) -> Callable[..., None]:
