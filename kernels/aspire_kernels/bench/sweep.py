@@ -165,10 +165,11 @@ def sweep(
         mass = float("nan")
         if point.kind == VERIFY:
             # of the tiles that are about as fast, the one that also computes page mass fastest
-            slack = 1.01 if point.q_len == 1 else 1.04
-            near = [(s, t) for s, t in results if s <= slack * seconds][:16]
-            both = []
-            for s, t in near:
+            slack = 1.01 if point.q_len == 1 else 1.08
+            both: list[tuple[float, float, Tile]] = []
+            for s, t in results:
+                if both and (s > slack * seconds or len(both) == 16):
+                    break
                 with suppress(Exception):  # page mass may need more shared memory than there is
                     both.append((s + _time(workload, point.kind, t, with_mass=True), s, t))
             total, seconds, tile = min(both, key=lambda entry: entry[0])
