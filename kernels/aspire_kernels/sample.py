@@ -88,7 +88,8 @@ def _sample_few(scaled: Tensor, params: SamplingRows, width: int) -> tuple[Tenso
     noise = gumbel_of_words(philox_at_reference(params.seed, params.position, index))
     score = kept + noise
     best = score.topk(2, dim=1).values
-    token = torch.where(score == best[:, :1], index, scaled.shape[1]).amin(dim=1)
+    # no score equals the best where logits are NaN; the token must stay one of the vocabulary
+    token = torch.where(score == best[:, :1], index, scaled.shape[1] - 1).amin(dim=1)
     return token, best[:, 0] - best[:, 1]
 
 

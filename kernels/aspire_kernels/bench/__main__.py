@@ -214,7 +214,8 @@ def main() -> int:
     """Run the benchmark; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m aspire_kernels.bench", description=__doc__)
     parser.add_argument("--out", required=True, help="evidence file to write")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and tiles; no library kernels")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; no library kernels")
+    parser.add_argument("--wide", action="store_true", help="--sweep tries many more tiles")
     parser.add_argument("--no-libraries", action="store_true", help="leave PyTorch's own kernels out")
     parser.add_argument("--sweep", action="store_true", help="search tile choices first")
     parser.add_argument("--table", help="where --sweep writes the tuning table (also printed)")
@@ -231,9 +232,9 @@ def main() -> int:
     copy = copy_bandwidth()
     say(f"copy bandwidth {copy.seconds / 1e12:.3f} TB/s")
     if options.sweep:
-        compile_all(POINTS, options.quick, options.workers)
+        compile_all(POINTS, options.wide, options.workers)
         say(f"compiled after {time.monotonic() - begun:.0f} s")
-        best, trials = sweep(POINTS, quick=options.quick, say=say, budget_s=options.budget_seconds)
+        best, trials = sweep(POINTS, wide=options.wide, say=say, budget_s=options.budget_seconds)
         gpu = torch.cuda.get_device_name()
         table = {"gpu": gpu, "points": [point_dict(point) for point in best]}
         write_json_atomic(options.table or f"{options.out}.table.json", table)
