@@ -310,21 +310,24 @@ class LLMEngine:
         first = (counts > 0) & (self.scheduler.slots.generated[slots] == 0)
         for row in np.flatnonzero(first).tolist():
             self._live[plan.requests[row]].metrics.first_token_s = end
-        total = np.concatenate(([0.0], np.cumsum(result.logprob, dtype=np.float64)))
+        # a row that is not finite has failed and commits nothing; it must not spoil the sums of the rows after it
+        finite = np.where(np.isfinite(result.logprob), result.logprob, 0.0)
+        total = np.concatenate(([0.0], np.cumsum(finite, dtype=np.float64)))
         begin = np.minimum(result.sample_start, len(result.logprob))
         self.sequences.cumulative_logprob[slots] += total[np.minimum(begin + counts, len(total) - 1)] - total[begin]
-        if result.top_logprobs is not None:
-            for row in np.flatnonzero((counts > 0) & (self.sequences.logprobs[slots] >= 0)).tolist():
-                live = self._live[plan.requests[row]]
-                self._add_logprobs(live, result, int(result.sample_start[row]), int(counts[row]))
+        for row in np.flatnonzero((counts > 0) & (self.sequences.logprobs[slots] >= 0)).tolist():
+            live = self._live[plan.requests[row]]
+            self._add_logprobs(live, result, int(result.sample_start[row]), int(counts[row]))
         self.sequences.append(slots, committed, counts)
 
     @staticmethod
     def _add_logprobs(live: _Live, result: StepResult, first: int, count: int) -> None:
-        values, tokens = result.top_logprobs or ((), ())
         wanted = live.params.logprobs or 0
         for at in range(first, first + count):
-            best = {int(t): float(v) for t, v in zip(tokens[at][:wanted], values[at][:wanted], strict=True)}
+            best: dict[int, float] = {}
+            if wanted and result.top_logprobs is not None:
+                values, tokens = (each[at][:wanted] for each in result.top_logprobs)
+                best = dict(zip(tokens.tolist(), values.tolist(), strict=True))
             live.logprobs.append({**best, int(result.tokens[at]): float(result.logprob[at])})
 
     def _emit(self, request_id: str, finished: bool, end: float) -> RequestOutput:
