@@ -219,19 +219,21 @@ class ModelRunner:
 
         hidden = self.model.forward(inp.input_ids, inp.positions, attend, before_layer)
         logits = self.model.logits(hidden[inp.logit_row.long()])
-        best = None
-        if top >= 0:
-            best = torch.topk(torch.log_softmax(logits, dim=-1), max(1, top), dim=-1)
+        best = own = None
+        if top >= 0 or not edits.empty:
+            own = torch.log_softmax(logits, dim=-1)  # of the model's own logits, before they are edited
+            best = torch.topk(own, max(1, top), dim=-1) if top >= 0 else None
         edits.apply(logits)
         slot = inp.sample_slot.long()
         rows = SamplingRows(
             position=inp.sample_position, **{name: column[slot] for name, column in self._sampling.items()}
         )
         sampled = backend.sample(logits, rows)
+        logprob = sampled.logprob if own is None else own.gather(1, sampled.token.long()[:, None])[:, 0]
         accepted, length = self._accept(inp, sampled.token)
         lists.finish(state, length)
         packed = torch.cat(
-            (sampled.token, sampled.margin.view(torch.int32), sampled.logprob.view(torch.int32), accepted)
+            (sampled.token, sampled.margin.view(torch.int32), logprob.view(torch.int32), accepted)
         )
         return packed, best
 
