@@ -49,6 +49,4 @@ def assert_kv_is_fresh(engine: LLMEngine, slot: int, model: str, tokens: list[in
     for layer in range(CONFIGS[model].num_layers):
         for cache, want in ((engine.pool.keys, attend._keys), (engine.pool.values, attend._values)):
             got = cache[layer].cpu()[pages, :, positions % PAGE_TOKENS]
-            assert torch.allclose(got, want[layer], atol=2e-5), (
-                f"layer {layer}: {(got - want[layer]).abs().amax((1, 2))}"
-            )
+            assert torch.allclose(got, want[layer], atol=2e-5), f"layer {layer}"
