@@ -34,7 +34,7 @@ class StepBounds:
     max_full_kv: int  # of full rows; 0 = there are none
     max_sparse_kv: int  # tokens that a drafting row reads; 0 = none drafts
     max_kv: int  # of all rows
-    any_finds: bool  # some row verifies or ends its prefill
+    any_selects: bool  # some row verifies or ends its prefill, and gets page lists
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepBounds:
@@ -49,7 +49,7 @@ class StepBounds:
             max_full_kv=int(kv[~draft].max(initial=0)),
             max_sparse_kv=int(sparse.max(initial=0)),
             max_kv=int(kv.max()),
-            any_finds=bool((plan.samples & ~draft).any()),
+            any_selects=plan.selects and bool((plan.samples & ~draft).any()),
         )
 
     @classmethod
@@ -64,7 +64,7 @@ class StepBounds:
             max_full_kv=longest if exact.max_full_kv else 0,
             max_sparse_kv=_power(exact.max_sparse_kv),
             max_kv=longest,
-            any_finds=exact.any_finds,
+            any_selects=exact.any_selects,
         )
 
 
@@ -178,7 +178,7 @@ class ModelRunner:
 
     def fill(self, inp: StepInput, plan: StepPlan) -> None:
         """Write ``plan`` into the host input ``inp``."""
-        inp.fill(plan, self._sequences, self._pages, self.lists.selects)
+        inp.fill(plan, self._sequences, self._pages, self.lists.selects and plan.selects)
 
     @torch.inference_mode()
     def forward(

@@ -115,7 +115,7 @@ class PageLists:
                 **common, sparse=torch.zeros_like(inp.sparse), max_full_kv=bounds.max_kv, max_sparse_kv=0
             )
         drafting = bool(bounds.max_sparse_kv)
-        taken = bounds.any_finds or (drafting and bool(self.full_layers))
+        taken = bounds.any_selects or (drafting and bool(self.full_layers))
         return _Forward(
             inp=inp,
             mixed=mixed,

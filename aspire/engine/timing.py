@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from aspire.engine.llm_engine import LLMEngine
-from aspire.engine.selectors import PageLists
 from aspire.errors import CapacityError, UsageError
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import PAGE_TOKENS, Action, Policy, PolicyView
@@ -29,17 +28,12 @@ class _Scripted(Policy):
 
     kind = "scripted"
 
-    def __init__(self, max_slots: int, d_max: int, drafts: bool) -> None:
+    def __init__(self, max_slots: int, d_max: int) -> None:
         super().__init__(None, max_slots, d_max)
         self.actions = np.full(max_slots, Action.VERIFY, dtype=np.int8)
-        self._drafts = drafts
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         return self.actions[view.slots]
-
-    @property
-    def drafts(self) -> bool:
-        return self._drafts
 
 
 class StepTimer:
@@ -51,18 +45,6 @@ class StepTimer:
         self._engine = engine
         self._max_seconds = max_seconds
         self._repeats = repeats
-        self._selecting = engine.runner.lists
-        config = engine.scheduler_config
-        self._plain = PageLists(
-            engine.scheduler.policy_spec.selector,
-            engine.runner.backend,
-            num_layers=config.num_layers,
-            max_slots=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            max_pages=config.pages_per_slot,
-            device=engine.device,
-            drafts=False,
-        )
         engine.pool.fill_random()
         self._rng = np.random.default_rng(0)
 
@@ -70,7 +52,7 @@ class StepTimer:
         """What a step of this engine may hold, for the profiling plan."""
         config, spec = self._engine.scheduler_config, self._engine.scheduler.policy_spec
         selector = spec.selector
-        list_tokens = (self._selecting.lists.shape[2] + selector.recent) * PAGE_TOKENS
+        list_tokens = (self._engine.runner.lists.lists.shape[2] + selector.recent) * PAGE_TOKENS
         return PlanLimits(
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
@@ -80,7 +62,7 @@ class StepTimer:
             d_max=spec.num_speculative_tokens,
             sparse_ratio=selector.budget_ratio,
             sparse_min_tokens=selector.min_pages * PAGE_TOKENS,
-            select_verify=self._selecting.selects,
+            select_verify=self._engine.runner.lists.selects,
             max_sparse_tokens=list_tokens,
         )
 
@@ -100,12 +82,10 @@ class StepTimer:
     def time_cell(self, cell: Cell) -> Sequence[float]:
         """Seconds of >= 1 repeats of the step ``cell``, warmed up. Raises `CapacityError` if it does not fit."""
         engine = self._engine
-        selects = any(group.select for group in cell.groups) or any(group.kind == "draft" for group in cell.groups)
-        engine.runner.lists = self._selecting if selects else self._plain
         if cell.rows > engine.scheduler_config.max_num_seqs:
             raise CapacityError(f"{cell.rows} rows are more than max_num_seqs {engine.scheduler_config.max_num_seqs}")
         try:
-            state = self._place(cell, selects)
+            state = self._place(cell)
             self._step(state)  # compiles, captures, warms
             self._step(state)
             seconds: list[float] = []
@@ -117,12 +97,13 @@ class StepTimer:
         finally:
             self._clear()
 
-    def _place(self, cell: Cell, selects: bool) -> dict[str, NDArray[np.int64]]:
+    def _place(self, cell: Cell) -> dict[str, NDArray[np.int64]]:
         """Requests in the state that the cell describes; returns that state by name, and their ``slot``."""
         engine, scheduler = self._engine, self._engine.scheduler
         if cell.pages(PAGE_TOKENS) > scheduler.pages.num_usable:
             raise CapacityError(f"{cell.pages(PAGE_TOKENS)} KV pages do not fit in {scheduler.pages.num_usable}")
-        policy = _Scripted(engine.scheduler_config.max_num_seqs, scheduler.policy_spec.num_speculative_tokens, selects)
+        policy = _Scripted(engine.scheduler_config.max_num_seqs, scheduler.policy_spec.num_speculative_tokens)
+        policy.resting = not any(group.select for group in cell.groups)
         scheduler.policy = policy
         names = ("slot", "known", "computed", "drafted", "sel_count", "tail_page")
         columns = {name: np.zeros(cell.rows, dtype=np.int64) for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class StepFeatures:
         return cls(**{name: np.zeros(shape) for name in FEATURES})
 
     @classmethod
-    def of(cls, **values: float | Floats) -> StepFeatures:
+    def of(cls, **values: float | NDArray[Any]) -> StepFeatures:
         """Features from the named values; what is not named is zero, ``padded_tokens`` defaults to ``query_tokens``."""
         if "padded_tokens" not in values:
             values["padded_tokens"] = values.get("query_tokens", 0.0)

@@ -44,6 +44,7 @@ class StepPlan:
     tenancy: Ints  # number of the stay in its slot: tells a request from another that moved in since
     preempted: tuple[str, ...]  # requests sent back to the queue by this step
     features: StepFeatures
+    selects: bool = True  # rows that verify (or end their prefill) get page lists
 
     @property
     def num_rows(self) -> int:
@@ -57,7 +58,7 @@ class StepPlan:
 
     def rows_of(self, mode: Mode) -> NDArray[np.bool_]:
         """Mask [rows] of the rows in ``mode``."""
-        return self.modes == mode
+        return np.asarray(self.modes == mode)
 
 
 @dataclass(frozen=True)

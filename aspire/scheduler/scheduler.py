@@ -170,7 +170,7 @@ class Scheduler:
         slots.computed[rows_slots] += np.where(modes == _PREFILL, query, committed)
         sampled = rows_slots[~draft & plan.samples[rows]]
         if len(sampled):
-            self._seed(sampled)
+            self._seed(sampled, plan.selects)
         self._observe(plan, outcome, rows, draft, verify)
         finish = outcome.finish[rows].copy()
         at_limit = (slots.known[rows_slots] >= slots.limit[rows_slots]) & (finish == _NONE) & ~draft
@@ -332,6 +332,7 @@ class Scheduler:
             tenancy=slots.tenancy[rows],
             preempted=preempted,
             features=self._features(rows, row_modes, row_query, start, samples),
+            selects=self._selects,
         )
         self._step += 1
         return plan
@@ -351,7 +352,7 @@ class Scheduler:
             full -= int(drafting.sum())
             draft_full = self.full_layer_share * float(drafting.sum())
         selecting, selecting_kv = 0, 0
-        if self.select_layer_share:
+        if self.select_layer_share and self._selects:
             chosen = ~draft & samples
             selecting, selecting_kv = int(np.count_nonzero(chosen)), int(context[chosen].sum())
         return StepFeatures.of(
@@ -373,9 +374,14 @@ class Scheduler:
         index = int(np.searchsorted(self._buckets, tokens))
         return int(self._buckets[index]) if index < len(self._buckets) else tokens
 
-    def _seed(self, sampled: Ints) -> None:
+    @property
+    def _selects(self) -> bool:
+        """Whether rows that verify now get page lists: not while nobody will draft."""
+        return self.policy.drafts and not self.policy.resting
+
+    def _seed(self, sampled: Ints, selects: bool) -> None:
         slots = self.slots
-        slots.seeded[sampled] = self.policy.drafts
+        slots.seeded[sampled] = selects
         slots.sel_count[sampled], slots.tail_page[sampled] = self.policy_spec.selector.geometry(slots.computed[sampled])
 
     def _observe(

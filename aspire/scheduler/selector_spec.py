@@ -103,7 +103,7 @@ class SelectorSpec:
         The product is rounded to float32 as on the device, so that host and device never disagree by one page.
         """
         wanted = np.ceil(np.float32(self.budget_ratio) * pages.astype(np.float32)).astype(np.int64)
-        return np.minimum(pages, np.maximum(wanted, max(self.min_pages, self.recent)))
+        return np.asarray(np.minimum(pages, np.maximum(wanted, max(self.min_pages, self.recent))))
 
     def geometry(self, computed: Ints) -> tuple[Ints, Ints]:
         """``(sel_count, tail_page)`` of requests with ``computed`` committed KV tokens, seeded now.

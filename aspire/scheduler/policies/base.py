@@ -89,6 +89,8 @@ class Policy(ABC):
         self.params = params
         self.max_slots = max_slots
         self.d_max = d_max
+        self.resting = False
+        """Set by `plan`: nobody drafts for now, so this step makes no page lists. A request without a list verifies."""
 
     @abstractmethod
     def plan(self, view: PolicyView) -> NDArray[np.int8]:

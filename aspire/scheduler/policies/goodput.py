@@ -180,6 +180,7 @@ class Goodput(Policy):
         wanted = price * (1.0 + self.params.hysteresis)
         draft = worth_drafting(self.survival.survival(view.slots), upcoming, wanted, rate)
         draft |= fresh & (self._idle[view.slots] >= self._patience[view.slots]) & (rate * wanted < 1.0)
+        self.resting = not draft.any()  # autoregressive for now: no page mass is paid for
         return np.where(draft & (view.drafted < self.d_max), Action.DRAFT, Action.VERIFY).astype(np.int8)
 
     def observe(self, feedback: Feedback) -> None:
