@@ -181,9 +181,13 @@ class ClassPlan:
 
 
 def query_block(max_queries: int, group: int, limit: int) -> int:
-    """BLOCK_M for rows of up to ``max_queries`` query tokens: a power of two from 16 (the smallest matrix tile) to
-    ``limit``."""
-    return min(limit, max(16, next_power_of_2(max_queries * group)))
+    """BLOCK_M for rows of up to ``max_queries`` query tokens: 16 (the smallest matrix tile), or a power of two from 64
+    to ``limit``.
+
+    Not 32: a Hopper warpgroup multiplies 64 rows at once, and page mass of 17 to 32 rows is cheaper that way.
+    """
+    packed = max_queries * group
+    return 16 if packed <= 16 else min(limit, max(64, next_power_of_2(packed)))
 
 
 def make_plan(

@@ -73,12 +73,12 @@ def candidates(point: Point, wide: bool) -> Iterator[Tile]:
     row_bytes = 2 * max(64, point.shape.head_dim) * 2
     m = point.block_m
     if not wide:  # what wide searches on an H200 ever chose
-        tries = [(32, 1), (32, 2), (64, 2), (64, 4)] if m == 16 else [(32, 4), (64, 2), (64, 4), (128, 4)]
+        tries = [(32, 1), (32, 2), (64, 2), (64, 4)] if m == 16 else [(32, 4), (64, 4), (128, 4)]
         tries = [(64, 4), (64, 8), (128, 8)] if m == 128 else tries
         tries += [(128, 4)] if point.kind == SPARSE else []
         depths: tuple[int, ...] = (2, 3, 4) if point.kind == SPARSE else (3, 4)
     else:
-        warp_counts = (1, 2, 4) if m == 16 else (2, 4) if m == 32 else (4, 8)
+        warp_counts = (1, 2, 4) if m == 16 else (4, 8)
         tries = [(n, w) for n in (32, 64, 128) for w in warp_counts]
         depths = (2, 3, 4, 5) if m <= 32 else (2, 3, 4)
     for block_n, warps in tries:
