@@ -94,8 +94,9 @@ def prepare(
     """Compute the work lists once for all layers of a forward (else every `paged_attention` computes its own).
 
     They hold for the values in the batch's tensors at this moment: call it again (inside the captured graph) when
-    lengths, slots or selections have changed. Another layer's ``sel_pages`` needs no new call, but block table and page
-    lists must not be written between this call and the attention: it reads them while the launch before it still runs.
+    lengths, slots or selections' counts have changed. Another layer's ``sel_pages`` needs no new call. Block table and
+    page lists may change between layers, but some other launch must lie between that and the next attention, which
+    reads them while the launch before it still runs (in a forward rope and the KV write always do).
     """
     plans = plan_classes(
         batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, tokens=tokens, tiles=tiles
