@@ -107,8 +107,8 @@ def _bench(
                 if stop.drain:
                     break
                 llm.engine.set_policy(contender.spec)
-                if turn == 0:
-                    _warm_up(llm, prompts, params, num_warmups)
+                _warm_up(llm, prompts, params, num_warmups)
+                llm.engine.scheduler.set_policy(contender.spec)  # forget what it learned while warming up
                 label = contender.spec.label + (f" {turn + 1}/{repeats}" if repeats > 1 else "")
                 with console.progress(label, len(prompts)) as progress:
                     measured = run_requests(

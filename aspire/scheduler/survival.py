@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 
 FEATURE_COUNT = 3  # 1, sqrt(margin), position / d_max
 _LOGIT_LIMIT = 12.0
+_MARGIN_LIMIT = 64.0  # above all measured ones; a draft left without a rival by top-k or top-p has infinity
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class SurvivalModel:
     def acceptance(self, slots: Ints, position: Ints, margin: Floats) -> Floats:
         """[n] P(draft accepted | those before it) at ``position`` (from 0), given its ``margin``; NaN = not known."""
         known = margin >= 0
-        root = np.sqrt(np.where(known, margin, 0.0))
+        root = np.sqrt(np.where(known, np.minimum(margin, _MARGIN_LIMIT), 0.0))
         logit = self.weights[0] + self.weights[1] * root + (self.weights[2] / self.d_max) * position
         return logistic(np.where(known, logit, self._pooled_logit[position]) + self.effect[slots])
 
@@ -171,7 +172,8 @@ class SurvivalModel:
         self._survival[slots] = before * chance
         self._drafted[slots] = position + 1
         self._predicted[slots, position] = chance
-        self._root[slots, position] = np.where(margin >= 0, np.sqrt(np.maximum(margin, 0.0)), -1.0)
+        root = np.sqrt(np.clip(margin, 0.0, _MARGIN_LIMIT))
+        self._root[slots, position] = np.where(margin >= 0, root, -1.0)
 
     def observe_verified(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
         """Verification of ``drafted`` [n] drafts, 0 allowed; the first ``accepted`` [n] were right; ends the rounds."""

@@ -276,3 +276,13 @@ def test_calls_are_cheap_for_256_slots() -> None:
     for name, call in calls.items():
         best_s = min(timeit.repeat(call, number=20, repeat=5)) / 20
         assert best_s < 800e-6, name
+
+
+def test_a_draft_without_a_rival_counts_as_a_very_sure_one() -> None:
+    """top-k or top-p may leave one token: its margin is infinite, and nothing may become NaN by it."""
+    model = SurvivalModel(3, D_MAX, SurvivalParams())
+    play(model, [[([math.inf, 1.0], 1), ([math.inf], 1), ([0.5, math.inf], 2)]] * 5)
+    assert np.isfinite(model.weights).all()
+    slots, first = np.arange(3), np.zeros(3, dtype=np.int64)
+    sure = model.acceptance(slots, first, np.full(3, math.inf))
+    assert (sure > model.acceptance(slots, first, np.full(3, 1.0))).all()
