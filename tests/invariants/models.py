@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from aspire.models import PRESETS, Decoder, LoadedModel, ModelConfig
-from aspire.models.weights import random_weights
+from aspire.models.weights import allocate_weights, named_views, random_weights
 from aspire_kernels.backend import REFERENCE
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -27,9 +27,14 @@ CONFIGS: dict[str, ModelConfig] = {
 
 @cache
 def tiny_model(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """A random model of `CONFIGS`; the same weights in every process."""
+    """A random model of `CONFIGS`; the same weights in every process, on every device, rounded to ``dtype``."""
     config = CONFIGS[name]
-    weights = random_weights(config, dtype, torch.device(device), seed=sum(map(ord, name)))
+    weights = random_weights(config, torch.float32, "cpu", seed=sum(map(ord, name)))
+    if device != "cpu" or dtype != torch.float32:
+        source, weights = weights, allocate_weights(config, dtype, device)
+        fill_from = named_views(config, source)
+        for key, view in named_views(config, weights).items():
+            view.copy_(fill_from[key])
     return LoadedModel(name, config, Decoder(config, weights, REFERENCE), Path("letters"), synthetic=True)
 
 
