@@ -16,6 +16,7 @@ import numpy as np
 from aspire.errors import InputError
 from aspire.evidence import provenance
 from aspire.rundir import Run
+from aspire.runlog import VERIFY
 from aspire.scheduler import FEATURES, CostModel, RequestState, StepFeatures
 
 if TYPE_CHECKING:
@@ -178,3 +179,13 @@ def predicted_and_observed(run: Run, cost_model: CostModel) -> dict[str, Any]:
         "signed_run_error": check.signed_run_error,
         "regimes": {name: report.to_json() for name, report in check.regimes.items()},
     }
+
+
+def accepted_by_request(run: Run) -> list[float]:
+    """Mean accepted drafts of a round, by request, for requests that had rounds."""
+    steps = run.steps
+    rounds = (steps.column("mode") == VERIFY) & (steps.column("drafted") > 0)
+    request, accepted = steps.column("request")[rounds], steps.column("accepted")[rounds]
+    counts = np.bincount(request, minlength=len(run.requests))
+    sums = np.bincount(request, weights=accepted, minlength=len(run.requests))
+    return (sums[counts > 0] / counts[counts > 0]).tolist()

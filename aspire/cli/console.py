@@ -67,7 +67,7 @@ class Console:
         for row in rows:
             table.add_row(*(cell(value) for value in row))
         terminal = sys.stdout.isatty()
-        console = RichConsole(file=sys.stdout, width=None if terminal else 200, highlight=False, markup=False)
+        console = RichConsole(file=sys.stdout, width=None if terminal else 400, highlight=False, markup=False)
         with console.capture() as captured:
             console.print(table)
         lines = captured.get().splitlines()

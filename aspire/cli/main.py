@@ -26,6 +26,7 @@ COMMANDS = (
     "bench",
     "validate",
     "report",
+    "acceptance",
     "fit-acceptance",
     "sweep",
     "capacity",

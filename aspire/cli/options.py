@@ -75,3 +75,14 @@ def parse_ints(option: str, text: str, *, low: int = 1) -> list[int]:
     if not values or min(values) < low:
         raise UsageError(f"{option} '{text}' is not a list of whole numbers >= {low}; write for example {option} 1,2,8")
     return values
+
+
+def parse_shares(option: str, text: str) -> list[float]:
+    """``"0.03,0.07"`` -> ``[0.03, 0.07]``, each in 0..1."""
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values or not all(0.0 <= value <= 1.0 for value in values):
+        raise UsageError(f"{option} '{text}' is not a list of shares in 0..1; write for example {option} 0.05,0.1")
+    return values

@@ -68,4 +68,6 @@ def command(
 
 def run_name(index: int, label: str) -> str:
     """A folder name for the policy ``label``."""
-    return f"{index:02d}-" + "".join(letter if letter.isalnum() or letter in "-=." else "_" for letter in label)
+    head, _, selector = label.partition("+")
+    short = label if len(label) <= 32 else head.partition("(")[0] + (f"+{selector}" if selector else "")
+    return f"{index:02d}-" + "".join(letter if letter.isalnum() or letter in "-=.@" else "_" for letter in short)

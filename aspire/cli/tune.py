@@ -69,7 +69,7 @@ def command(
         max_num_seqs=tuple(parse_ints("--try-max-num-seqs", batches)) if batches else (),
     )
     settings = TuneSettings(
-        scenario,
+        _with_known_selector(scenario),
         space,
         objective=objective,
         method=method,
@@ -105,3 +105,15 @@ def command(
     console.wrote(output, f"policy {result.policy.label}")
     console.next(f"aspire generate --policy {output}  or  aspire bench --policy {output}")
     console.result(result.to_dict())
+
+
+def _with_known_selector(scenario: Scenario) -> Scenario:
+    """Baselines draft with a selector whose acceptance is known: the first of a set that lacks their own."""
+    known = scenario.acceptance
+    own = scenario.load_policy().selector
+    if isinstance(known, str) or "kind" in known:
+        return scenario
+    if {"*", own.kind, f"{own.kind}@{own.budget_ratio:g}"} & set(known):
+        return scenario
+    kind, _, ratio = next(iter(known)).partition("@")
+    return scenario.with_(selector=kind, budget_ratio=float(ratio) if ratio else None)

@@ -10,6 +10,7 @@ import typer
 
 from aspire.cli.options import existing_file, parse_rate, shared_options
 from aspire.errors import UsageError, check_choice
+from aspire.fileio import read_json
 
 if TYPE_CHECKING:
     from aspire_simulator.scenario import Scenario
@@ -126,12 +127,21 @@ def _options(
     )
 
 
-def acceptance_by_selector(given: list[str]) -> str | dict[str, str]:
-    """One model for all selectors, or ``SELECTOR[@BUDGET]=MODEL`` for each, a plain one standing for the others."""
-    from aspire.scheduler import SELECTOR_KINDS
-    from aspire_simulator.acceptance import parse_acceptance
+def acceptance_by_selector(given: list[str]) -> str | dict[str, Any]:
+    """One model for all selectors, or ``SELECTOR[@BUDGET]=MODEL`` for each, a plain one standing for the others.
 
-    found: dict[str, str] = {}
+    A JSON file of models by selector, as `aspire acceptance` writes it, is such a set.
+    """
+    from aspire.scheduler import SELECTOR_KINDS
+    from aspire_simulator.acceptance import acceptance_from_dict, parse_acceptance
+
+    if len(given) == 1 and given[0].endswith(".json"):
+        content = read_json(given[0], "acceptance file")
+        if isinstance(content, dict) and content and "kind" not in content:
+            for model in content.values():
+                acceptance_from_dict(model, f"acceptance file {given[0]}")
+            return content
+    found: dict[str, Any] = {}
     for text in given:
         selector, equals, model = text.partition("=")
         if not equals:

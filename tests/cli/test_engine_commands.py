@@ -207,3 +207,23 @@ def test_first_interrupt_drains_and_writes(tmp_path: Path) -> None:
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert 1 <= len(records) < 40
     assert all(len(record["token_ids"]) == 300 for record in records)
+
+
+def test_acceptance_of_selectors_feeds_the_tuner(loop: Path, tmp_path: Path) -> None:
+    options = ["--selectors", "window,verify", "--budget-ratios", "0.05,0.5", "--min-pages", 10, "--draft-length", 3]
+    work = ["--dataset-name", "random", "--num-prompts", 3, "--input-len", 300, "--output-len", 40, "--ignore-eos"]
+    folder, figure, evidence = tmp_path / "a", tmp_path / "a.svg", tmp_path / "e.json"
+    done = run("acceptance", *TINY, *work, *options, "-o", folder, "--figure", figure, "--evidence", evidence, "--json")
+    assert done.code == 0, done.err
+    results = json.loads(done.out)["results"]
+    assert [row["selector"] for row in results] == ["window@0.05", "window@0.5", "verify@0.05", "verify@0.5"]
+    assert all(len(row["accepted_by_request"]) == 3 and row["synthetic"] for row in results)
+    assert figure.is_file() and len(json.loads(evidence.read_text(encoding="utf-8"))["results"]) == 4
+    models = json.loads((folder / "acceptance.json").read_text(encoding="utf-8"))
+    assert set(models) == {row["selector"] for row in results}
+    tune = ["tune", "--cost-model", loop / "cost.json", "--acceptance", folder / "acceptance.json", "--method", "grid"]
+    tune += ["--repeats", 2, "--kind", "fixed", "--num-prompts", 3, "--input-len", "300", "--output-len", "40"]
+    done = run(*tune, "--no-break-even", "-o", tmp_path / "policy.json")
+    assert done.code == 0, done.err
+    assert_one_error(run("acceptance", *TINY, "-q", "--selectors", "windo"), 2, "did you mean 'window'?")
+    assert_one_error(run("acceptance", *TINY, "-q", "--budget-ratios", "7"), 2, "--budget-ratios")
