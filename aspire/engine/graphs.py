@@ -60,6 +60,7 @@ class GraphCache:
     def clear(self) -> None:
         """Forget all graphs: something that they read has been replaced."""
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # a pool dies with the last of its graphs
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether a graph can run the step: it only decodes, and a bucket holds its tokens."""
