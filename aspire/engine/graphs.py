@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aspire.engine.runner import ModelRunner, StepBounds, StepResult
 
 
+_PAGES_PER_ROW = 2  # a verification of 17 tokens begins at most two pages
 _CUTS = (2, 8)  # layers before which a new graph begins
 
 
@@ -63,8 +64,9 @@ class GraphCache:
         self._pool = torch.cuda.graph_pool_handle()  # a pool dies with the last of its graphs
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether a graph can run the step: it only decodes, and a bucket holds its tokens."""
-        return plan.num_query_tokens <= self._buckets[-1] and not (plan.modes == Mode.PREFILL).any()
+        """Whether a graph can run the step: it only decodes, and buckets hold its tokens and new pages."""
+        few_pages = len(plan.new_pages) <= _PAGES_PER_ROW * plan.num_rows
+        return few_pages and plan.num_query_tokens <= self._buckets[-1] and not (plan.modes == Mode.PREFILL).any()
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step by replaying its graphs, captured first if need be; the returned call waits for its result."""
@@ -72,7 +74,7 @@ class GraphCache:
 
         tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
         rows = int(self._row_buckets[np.searchsorted(self._row_buckets, plan.num_rows)])
-        shape = Shape(tokens, rows, tokens, self._runner.config.max_num_seqs)
+        shape = Shape(tokens, rows, tokens, self._runner.config.max_num_seqs, _PAGES_PER_ROW * rows)
         bounds = StepBounds.for_graph(plan, self._runner.config.max_model_len)
         key = (shape, bounds, id(self._runner.lists))
         captured = self._graphs.get(key)

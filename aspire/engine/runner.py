@@ -112,7 +112,9 @@ class ModelRunner:
         self._pages = pages
         self._sequences = sequences
         slots = config.max_num_seqs
-        self.block_table = torch.zeros((slots, config.pages_per_slot), dtype=torch.int32, device=self.device)
+        # one spare row: padded entries of a step's new pages are written there
+        self._table = torch.zeros((slots + 1, config.pages_per_slot), dtype=torch.int32, device=self.device)
+        self.block_table = self._table[:slots]
         self._sampling = {
             name: torch.zeros(slots, dtype=getattr(torch, np.dtype(kind).name), device=self.device)
             for name, kind in SAMPLING_COLUMNS.items()
@@ -145,8 +147,8 @@ class ModelRunner:
     def sync_pages(self) -> None:
         """Copy the host's whole page table to the device (steps upload only what is new)."""
         owner, logical = np.nonzero(self._pages.table)
-        if len(owner):
-            self._note_pages(np.stack([owner, logical, self._pages.table[owner, logical]], axis=1))
+        self.block_table.copy_(torch.from_numpy(self._pages.table))
+        self.lists.note_pages(np.stack([owner, logical, self._pages.table[owner, logical]], axis=1))
 
     @property
     def uses_graphs(self) -> bool:
@@ -169,7 +171,7 @@ class ModelRunner:
         if self._graphs is not None and edits.empty and top < 0 and self._graphs.fits(plan):
             return self._graphs.launch(plan)
         samples = max(1, count_samples(plan))  # an unfinished prefill samples nothing; one row keeps the shapes simple
-        shape = Shape(plan.num_query_tokens, plan.num_rows, samples, self.config.max_num_seqs)
+        shape = Shape(plan.num_query_tokens, plan.num_rows, samples, self.config.max_num_seqs, len(plan.new_pages))
         host, view = host_buffer(shape.size, self.device.type == "cuda")
         self.fill(StepInput(shape, view), plan)
         inp = StepInput(shape, host.to(self.device, non_blocking=True))
@@ -193,6 +195,7 @@ class ModelRunner:
         backend, lists = self.backend, self.lists
         weights = self.model.weights.layers
         config = self.model.config
+        self._table[inp.page_slot.long(), inp.page_logical.long()] = inp.page_physical
         state = lists.begin(inp, self.block_table, bounds)
         for batch in {id(state.mixed): state.mixed, id(state.full): state.full}.values():
             backend.prepare(
@@ -232,9 +235,7 @@ class ModelRunner:
         logprob = sampled.logprob if own is None else own.gather(1, sampled.token.long()[:, None])[:, 0]
         accepted, length = self._accept(inp, sampled.token)
         lists.finish(state, length)
-        packed = torch.cat(
-            (sampled.token, sampled.margin.view(torch.int32), logprob.view(torch.int32), accepted)
-        )
+        packed = torch.cat((sampled.token, sampled.margin.view(torch.int32), logprob.view(torch.int32), accepted))
         return packed, best
 
     @staticmethod
@@ -269,9 +270,8 @@ class ModelRunner:
         return accepted, length
 
     def _upload_state(self, plan: StepPlan) -> None:
-        """New block-table entries and the sampling parameters of new requests."""
-        if len(plan.new_pages):
-            self._note_pages(plan.new_pages)
+        """Sampling parameters of new requests, and the first pages where a window lists them."""
+        self.lists.note_pages(plan.new_pages)
         changed = self._sequences.changed
         if changed:
             slots = np.unique(np.array(changed, dtype=np.int64))
@@ -279,8 +279,3 @@ class ModelRunner:
             for name, column in self._sequences.sampling.items():
                 self._sampling[name][where] = torch.from_numpy(column[slots]).to(self.device)
             changed.clear()
-
-    def _note_pages(self, entries: NDArray[np.int64]) -> None:
-        slots, logical, physical = torch.from_numpy(np.ascontiguousarray(entries.T)).to(self.device, non_blocking=True)
-        self.block_table[slots, logical] = physical.int()
-        self.lists.note_pages(slots, logical, physical)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aspire.engine.step_input import StepInput
@@ -85,11 +87,14 @@ class PageLists:
         kept = 0 if self._kept is None else self._kept.numel() * 4
         return self.lists.numel() * 4 + kept
 
-    def note_pages(self, slots: Tensor, logical: Tensor, physical: Tensor) -> None:
-        """New block-table entries: a window lists the first pages, which nobody chooses."""
-        if self.spec.kind == "window" and self.spec.sinks:
-            sinks = logical < min(self.spec.sinks, self.lists.shape[2])
-            self.lists[0, slots[sinks], logical[sinks]] = physical[sinks].int()
+    def note_pages(self, entries: NDArray[np.int64]) -> None:
+        """New block-table entries [n, 3]: a window lists the first pages, which nobody chooses."""
+        if self.spec.kind != "window" or not len(entries):
+            return
+        first = entries[entries[:, 1] < min(self.spec.sinks, self.lists.shape[2])]
+        if len(first):
+            slots, logical, physical = torch.from_numpy(np.ascontiguousarray(first.T)).to(self._device)
+            self.lists[0, slots, logical] = physical.int()
 
     def begin(self, inp: StepInput, block_table: Tensor, bounds: StepBounds) -> _Forward:
         """Prepare a forward over ``inp``; ``bounds`` are the host-known sizes that choose the launches."""

@@ -29,6 +29,7 @@ ROW_FIELDS = (
 )
 SAMPLE_FIELDS = ("logit_row", "sample_slot", "sample_position")
 SLOT_FIELDS = ("sel_count", "tail_page")
+PAGE_FIELDS = ("page_slot", "page_logical", "page_physical")  # new block-table entries; padded ones go to a spare row
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Shape:
     rows: int
     samples: int
     slots: int
+    pages: int  # new block-table entries
 
     @property
     def size(self) -> int:
@@ -48,6 +50,7 @@ class Shape:
             + len(ROW_FIELDS) * self.rows
             + len(SAMPLE_FIELDS) * self.samples
             + len(SLOT_FIELDS) * self.slots
+            + len(PAGE_FIELDS) * self.pages
         )
 
 
@@ -64,6 +67,7 @@ class StepInput:
             (ROW_FIELDS, shape.rows),
             (SAMPLE_FIELDS, shape.samples),
             (SLOT_FIELDS, shape.slots),
+            (PAGE_FIELDS, shape.pages),
         )
         for names, length in groups:
             for name in names:
@@ -123,6 +127,10 @@ class StepInput:
         view["sample_position"][:count] = positions[logit_row] + 1
         for name in SAMPLE_FIELDS:
             view[name][count:] = 0
+        new = len(plan.new_pages)
+        for column, (name, padding) in enumerate(zip(PAGE_FIELDS, (self.shape.slots, 0, 0), strict=True)):
+            view[name][:new] = plan.new_pages[:, column]
+            view[name][new:] = padding
         view["sel_count"][plan.slots] = plan.sel_count
         view["tail_page"][plan.slots] = plan.tail_page
 
