@@ -19,7 +19,7 @@ from aspire.engine.runner import ModelRunner, StepResult
 from aspire.engine.sequences import Sequences
 from aspire.engine.synthetic import SyntheticAcceptance
 from aspire.engine.text import OutputText
-from aspire.errors import InputError, UsageError
+from aspire.errors import EngineError, InputError, UsageError
 from aspire.models import LoadedModel, load_model
 from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
@@ -221,11 +221,7 @@ class LLMEngine:
             return []
         self._place(plan, start)
         captured = self.runner.capture_s
-        wait = self.runner.launch(plan)
-        for work in self._later:  # bookkeeping of the step before, while the GPU works on this one
-            work()
-        self._later.clear()
-        result = wait()
+        result = self._execute(plan)
         self._origin += self.runner.capture_s - captured  # a graph is captured once: the clock of the run stands still
         outcome, committed = self._outcome(plan, result)
         end = self.clock()
@@ -240,6 +236,20 @@ class LLMEngine:
         self._last_end = end if self.scheduler.has_work else None
         wanted = ended | (outcome.committed > 0) if stream else ended
         return [self._emit(plan.requests[row], bool(ended[row]), end) for row in np.flatnonzero(wanted).tolist()]
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Run the step; the bookkeeping of the one before is done while the GPU works on this one."""
+        try:
+            wait = self.runner.launch(plan)
+            for work in self._later:
+                work()
+            self._later.clear()
+            return wait()
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"a step of {plan.num_rows} requests and {plan.num_query_tokens} tokens does not fit in the memory of "
+                f"{self.device}; lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization"
+            ) from error
 
     def _place(self, plan: StepPlan, now: float) -> None:
         """Tokens and sampling parameters of requests that entered a slot with this step."""
