@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import resource
 
 import pytest
 
@@ -14,12 +14,17 @@ from tests.cli.helpers import assert_one_error, run, run_process
 def test_help_lists_every_command_and_starts_fast() -> None:
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = _cpu_seconds_of_children()
         done = run_process("--help")
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_cpu_seconds_of_children() - before)
         assert done.code == 0
         assert all(name in done.out for name in COMMANDS)
-    assert min(seconds) < 1.0, seconds  # 0.3 s on an idle core; the tests share theirs
+    assert min(seconds) < 1.0, seconds  # of processor time, which other processes do not stretch; 0.3 s when measured
+
+
+def _cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 @pytest.mark.parametrize("name", COMMANDS)
