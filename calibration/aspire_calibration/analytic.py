@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aspire.errors import MismatchError, UsageError, check_choice, check_keys
+from aspire_calibration.forms import Fitted
+from aspire_calibration.launches import LaunchModel
 from aspire_calibration.model import CostModelFile
 from aspire_calibration.ramps import Ramp, RampModel
 from aspire_calibration.table import TableModel
@@ -182,6 +184,10 @@ BOUND = {
     "kv_tokens": "memory",
     "verify_kv_tokens": "memory",
     "select_kv_tokens": "memory",
+    "wide_select_kv_tokens": "memory",
+    "mean_context_octaves": "overhead",
+    "select_context_octaves": "overhead",
+    "mean_drafted": "overhead",
     "padded_tokens": "compute",
     "verify_extra_qkv": "compute",
     "prefill_tokens": "compute",
@@ -198,7 +204,7 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
     """
     source, target = hardware_named(from_gpu), hardware_named(to_gpu)
     base = model.fitted.base if isinstance(model.fitted, TableModel) else model.fitted
-    if not isinstance(base, RampModel):
+    if not isinstance(base, (RampModel, LaunchModel)):
         raise UsageError(f"a cost model of form '{model.form}' cannot be scaled; calibrate with --form roofline")
     short = from_gpu.lower().split("-")[0].removeprefix("rtx")
     if short != "cpu" and short not in str(model.hardware.get("name", "")).lower().replace(" ", ""):
@@ -211,20 +217,16 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
         compute=source.flop_per_s / target.flop_per_s,
         overhead=(target.overhead_s + target.launch_s) / (source.overhead_s + source.launch_s),
     )
-    factors = []
-    for terms, slopes in zip(base.branches, base.slopes, strict=True):
-        row = [getattr(ratios, BOUND[term.variable]) for term in terms]
-        constant = sum(s for t, s in zip(terms, slopes, strict=True) if t.variable == "one")
-        share = _weights_share(model, source, constant)
-        row = [
-            share * ratios.memory + (1 - share) * ratios.overhead if term.variable == "one" else factor
-            for term, factor in zip(terms, row, strict=True)
-        ]
-        factors.append(row)
+    fitted: Fitted
+    if isinstance(base, LaunchModel):
+        graph, eager = (_scaled(part, ratios, model, source) for part in (base.graph, base.eager))
+        fitted = LaunchModel(graph, eager, base.graph_tokens)
+    else:
+        fitted = _scaled(base, ratios, model, source)
     return replace(
         model,
         kind="scaled",
-        fitted=base.scaled(factors),
+        fitted=fitted,
         hardware={"name": target.name, "label": f"scaled from {model.hardware.get('name')}"},
         accuracy={},
         comparison=[],
@@ -238,6 +240,16 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
             *model.limits,
         ],
     )
+
+
+def _scaled(base: RampModel, ratios: Ratios, model: CostModelFile, source: Hardware) -> RampModel:
+    factors = []
+    for terms, slopes in zip(base.branches, base.slopes, strict=True):
+        constant = sum(s for t, s in zip(terms, slopes, strict=True) if t.variable == "one")
+        share = _weights_share(model, source, constant)
+        whole = share * ratios.memory + (1 - share) * ratios.overhead
+        factors.append([whole if t.variable == "one" else getattr(ratios, BOUND[t.variable]) for t in terms])
+    return base.scaled(factors)
 
 
 def _weights_share(model: CostModelFile, source: Hardware, constant_s: float) -> float:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from aspire.errors import InputError
 from aspire.scheduler.features import Floats, StepFeatures
 from aspire_calibration.forms import Form, forms_named
+from aspire_calibration.launches import LaunchModel
 from aspire_calibration.model import CostModelFile, ranges_of, setup_of
 from aspire_calibration.ramps import RampModel
 from aspire_calibration.samples import Samples
@@ -85,14 +86,14 @@ def calibrate(
     heldout = heldout_mask(samples.heldout(), generator)
     features, train = matrix.T, ~heldout
     scores = []
-    for form in forms_named(forms):
+    for form in forms_named(forms, samples.header.graph_buckets):
         if progress is not None:
             progress(f"fitting form {form.name}")
         scores.append(
             score_form(form, features[:, train], seconds[train], features[:, heldout], seconds[heldout], folds, seed)
         )
     chosen = choose(scores)
-    form = forms_named([chosen.form])[0]
+    form = forms_named([chosen.form], samples.header.graph_buckets)[0]
     if progress is not None:
         progress(f"kept form {form.name}; bootstrap of {bootstrap} resamples")
     report = chosen.heldout
@@ -192,6 +193,8 @@ def bootstrap_intervals(
         predictions.append(fitted.seconds(features))
         if isinstance(fitted, RampModel):
             slopes.append(mean_slopes(fitted, features))
+        elif isinstance(fitted, LaunchModel):
+            slopes.append(mean_slopes(fitted.graph, features) | mean_slopes(fitted.eager, features))
     low, middle, high = np.percentile(np.stack(predictions), [5, 50, 95], axis=0)
     width = float(np.median((high - low) / np.maximum(middle, 1e-12)))
     out = {"prediction": {"relative_width_p90": width, "resamples": float(resamples)}}

@@ -6,6 +6,7 @@
 | linear | every feature its own price, one straight line each |
 | roofline | piecewise linear in GEMM tokens (weights, then compute) and KV tokens (latency, then bandwidth) |
 | staircase | roofline with a deviation for every GEMM size: a larger one may be faster when its kernel is better |
+| launches | graph steps: roofline, context length and verify width; steps without a graph priced apart |
 | overlap | the larger of host work and roofline device work: steps of small models wait for the host |
 | table | linear times an interpolation between measured cells |
 `*-ols` are the same terms by ordinary least squares on seconds: for comparison only, never kept.
@@ -21,6 +22,7 @@ import numpy as np
 
 from aspire.errors import check_choice
 from aspire.scheduler.features import Floats
+from aspire_calibration.launches import LaunchModel, fit_launches
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative, ordinary
 from aspire_calibration.staircase import fit_staircase
@@ -166,6 +168,14 @@ def _fit_staircase(features: Floats, seconds: Floats, weights: Floats | None) ->
     return fit_staircase(roofline_terms(features), features, seconds, weights)
 
 
+def _launches_form(graph_tokens: float = np.inf) -> Form:
+    def fit(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
+        return fit_launches(roofline_terms, features, seconds, weights, graph_tokens)
+
+    title = "roofline, context and verify width; steps without a graph apart"
+    return Form("launches", title, fit, monotone=False, handicap=1.1)
+
+
 def _fit_table(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
     base = fit_sum(linear_terms(features), features, seconds, weights)
     return TableModel.around(base, features, seconds)
@@ -178,6 +188,7 @@ FORMS: dict[str, Form] = {
         _sum_form("linear", "one price per feature", linear_terms),
         _sum_form("roofline", "piecewise linear in GEMM and KV tokens", roofline_terms),
         Form("staircase", "roofline with a deviation per GEMM size", _fit_staircase, monotone=False, handicap=1.1),
+        _launches_form(),
         Form("overlap", "max of host and roofline device work", fit_overlap),
         Form("table", "linear x interpolation between cells", _fit_table, monotone=False, handicap=1.25),
         _sum_form("paper-ols", "three terms, ordinary least squares", paper_terms, ols=True),
@@ -186,12 +197,20 @@ FORMS: dict[str, Form] = {
 }
 
 
-def forms_named(names: Sequence[str] | None = None) -> list[Form]:
-    """The forms of these names (default: all); raises `UsageError` for an unknown one."""
-    return [FORMS[check_choice("form", name, FORMS)] for name in (names or FORMS)]
+def forms_named(names: Sequence[str] | None = None, graph_buckets: Sequence[int] = ()) -> list[Form]:
+    """The forms of these names (default: all); raises `UsageError` for an unknown one.
+
+    ``graph_buckets``: of the engine that was timed; larger steps ran without a graph.
+    """
+    known = {**FORMS, "launches": _launches_form(float(max(graph_buckets, default=np.inf)))}
+    return [known[check_choice("form", name, known)] for name in (names or known)]
 
 
 def fitted_from_json(data: dict[str, Any]) -> Fitted:
     """A fitted form from its JSON; raises `UsageError` for a type that is not known."""
-    kind = check_choice("fitted form type", str(data.get("type")), ("ramps", "table"))
-    return RampModel.from_json(data) if kind == "ramps" else TableModel.from_json(data)
+    readers: dict[str, Callable[[dict[str, Any]], Fitted]] = {
+        "ramps": RampModel.from_json,
+        "table": TableModel.from_json,
+        "launches": LaunchModel.from_json,
+    }
+    return readers[check_choice("fitted form type", str(data.get("type")), readers)](data)

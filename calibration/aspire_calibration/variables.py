@@ -11,7 +11,8 @@ from aspire.scheduler.features import FEATURES, Floats
 INDEX = {name: position for position, name in enumerate(FEATURES)}
 ROWS, QUERY, DRAFT_ROWS, VERIFY_ROWS = (INDEX[n] for n in ("rows", "query_tokens", "draft_rows", "verify_rows"))
 PREFILL, PREFILL_QKV = INDEX["prefill_tokens"], INDEX["prefill_qkv"]
-FULL_KV = INDEX["full_kv_tokens"]
+FULL_KV, SELECT_KV, SELECT_ROWS = (INDEX[n] for n in ("full_kv_tokens", "select_kv_tokens", "select_rows"))
+SHORT_CONTEXT = 128.0  # tokens: no step tells shorter contexts apart
 
 # name -> (unit of the variable, definition)
 VARIABLES: dict[str, tuple[str, str]] = {
@@ -32,6 +33,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "logits_rows": ("row", "rows of logits: query_tokens - prefill_tokens + prefill rows"),
     "verify_kv_tokens": ("token", "context of verifying rows: full_kv_tokens less that of prefill rows"),
     "verify_extra_qkv": ("token^2", "verify_kv_tokens x drafted tokens per verifying row (mean of the step)"),
+    "mean_drafted": ("token", "drafted tokens per verifying row, mean of the step"),
+    "mean_context_octaves": ("octave", "log2 of (mean context of full rows / 128 tokens), at least 0"),
+    "select_context_octaves": ("octave", "mean_context_octaves in steps that compute page mass, else 0"),
+    "wide_select_kv_tokens": ("token", "select_kv_tokens in steps where some row verifies drafts, else 0"),
 }
 
 
@@ -78,14 +83,29 @@ def _verify_kv_tokens(f: Floats) -> Floats:
     return np.asarray(np.maximum(f[FULL_KV] - prefill_kv, 0.0) * (f[VERIFY_ROWS] > 0))
 
 
-def _verify_extra_qkv(f: Floats) -> Floats:
+def _mean_drafted(f: Floats) -> Floats:
     verify_rows = f[VERIFY_ROWS]
     drafted = f[QUERY] - f[PREFILL] - f[DRAFT_ROWS] - verify_rows
-    return np.asarray(_verify_kv_tokens(f) * np.maximum(drafted, 0.0) / np.maximum(verify_rows, 1.0))
+    return np.asarray(np.maximum(drafted, 0.0) / np.maximum(verify_rows, 1.0))
+
+
+def _verify_extra_qkv(f: Floats) -> Floats:
+    return np.asarray(_verify_kv_tokens(f) * _mean_drafted(f))
+
+
+def _mean_context_octaves(f: Floats) -> Floats:
+    full_rows = f[ROWS] - f[DRAFT_ROWS]
+    # without full rows, full_kv_tokens are those of layers that draft rows read in full
+    mean = f[FULL_KV] / np.maximum(np.where(full_rows > 0, full_rows, f[ROWS]), 1.0)
+    return np.asarray(np.log2(np.maximum(mean / SHORT_CONTEXT, 1.0)))
 
 
 PRODUCTS: dict[str, Callable[[Floats], Floats | float]] = {
     "one": lambda f: 1.0,
     "verify_kv_tokens": _verify_kv_tokens,
     "verify_extra_qkv": _verify_extra_qkv,
+    "mean_drafted": _mean_drafted,
+    "mean_context_octaves": _mean_context_octaves,
+    "select_context_octaves": lambda f: _mean_context_octaves(f) * (f[SELECT_ROWS] > 0),
+    "wide_select_kv_tokens": lambda f: f[SELECT_KV] * (_mean_drafted(f) > 0),
 }

@@ -85,6 +85,17 @@ def test_scaling_by_ratios():
     assert same.fitted.to_json() == measured.fitted.to_json()
 
 
+def test_scaling_of_the_launches_form_scales_both_parts():
+    measured = dataclasses.replace(
+        calibrate(measured_samples(most=150), forms=["launches"], bootstrap=0), hardware={"name": "NVIDIA H200"}
+    )
+    fitted, scaled = measured.fitted, scale_from(measured, "h200", "h100").fitted
+    for mine, carried in ((fitted.graph, scaled.graph), (fitted.eager, scaled.eager)):
+        for term, before, after in zip(mine.branches[0], mine.slopes[0], carried.slopes[0], strict=True):
+            if term.variable == "full_kv_tokens":
+                assert after == pytest.approx(before * 4.8 / 3.35)
+
+
 def test_scaling_an_analytic_model_comes_near_the_analytic_model_of_the_target():
     carried = LoadedCostModel(scale_from(analytic_model("h200", "llama-3.1-8b"), "h200", "a100"))
     assert float(carried.predict(AR)) == pytest.approx(seconds("a100", "llama-3.1-8b"), rel=0.05)

@@ -9,6 +9,7 @@ from aspire.errors import InputError
 from aspire.scheduler.features import StepFeatures
 from aspire_calibration import LoadedCostModel, PlanLimits, Sample, Samples, calibrate, error_report, profile_plan
 from aspire_calibration.fit import FormScore, choose, extreme_masks, heldout_mask
+from aspire_calibration.forms import FORMS
 from aspire_calibration.variables import INDEX
 from tests.calibration.machine import BUCKETS, HEADER, measured_samples, true_seconds
 
@@ -44,7 +45,7 @@ def test_it_knows_steps_that_no_cell_resembles():
 
 def test_all_forms_are_compared_and_the_kept_one_is_selectable():
     rows = {row["form"]: row for row in FILE.comparison}
-    assert set(rows) == {"paper", "linear", "roofline", "staircase", "overlap", "table", "paper-ols", "linear-ols"}
+    assert set(rows) == set(FORMS)
     kept = rows[FILE.form]
     assert kept["selectable"] and kept["cv_mape"] < 0.5 * rows["paper"]["cv_mape"] < rows["paper-ols"]["cv_mape"]
     assert kept["extreme_mape"] < rows["paper"]["extreme_mape"]

@@ -180,7 +180,58 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
         "logits_rows": 14,
         "verify_kv_tokens": 4000,
         "verify_extra_qkv": 4000 * 4,
+        "mean_drafted": 4,
+        "mean_context_octaves": pytest.approx(np.log2(4300 / 3 / 128)),
+        "select_context_octaves": pytest.approx(np.log2(4300 / 3 / 128)),
+        "wide_select_kv_tokens": 4000,
     }
+
+
+def test_launches_prices_steps_without_a_graph_apart():
+    features = MATRIX.T
+    eager = (features[INDEX["prefill_tokens"]] > 0) | (features[INDEX["query_tokens"]] > 256)
+    octaves = variable_rows(features, ["mean_context_octaves"])[0]
+    seconds = np.where(eager, 2e-2, 1e-3 + 1e-4 * octaves + 8e-9 * features[INDEX["full_kv_tokens"]])
+    fitted = forms_named(["launches"], (64, 256))[0].fit(features, seconds, None)
+    assert np.abs(fitted.seconds(features) / seconds - 1).mean() < 0.01
+    again = fitted_from_json(fitted.to_json())
+    assert again.graph_tokens == 256 and {"graph", "eager"} == {*again.graph.names, *again.eager.names}
+    for part in (eager, ~eager):
+        assert again.seconds(features[:, part]) == pytest.approx(fitted.seconds(features)[part])
+    with pytest.raises(InputError, match="graph_tokens > 0"):
+        fitted_from_json({**fitted.to_json(), "graph_tokens": 0})
+    roofline = FORMS["roofline"].fit(features, seconds, None)
+    assert np.abs(roofline.seconds(features) / seconds - 1).mean() > 0.05
+
+
+def test_launches_without_steps_of_one_kind_still_prices_them():
+    decode = MATRIX[MATRIX[:, INDEX["prefill_tokens"]] == 0]
+    fitted = FORMS["launches"].fit(decode.T, np.full(len(decode), 1e-3), None)
+    assert fitted.graph_tokens == np.inf
+    assert fitted.seconds(MATRIX.T) == pytest.approx(np.full(len(MATRIX), 1e-3), rel=0.05)
+
+
+def test_wider_verification_makes_page_mass_dearer_only_where_cells_show_it():
+    rows = np.tile([8.0, 16.0, 32.0, 64.0], 40)
+    wide = np.arange(160) % 8 < 4
+    context = np.repeat(np.geomspace(256, 8192, 40), 4)
+    step = (
+        StepFeatures.of(
+            rows=rows,
+            query_tokens=rows * np.where(wide, 3, 1),
+            verify_rows=rows,
+            full_kv_tokens=rows * context,
+            select_kv_tokens=rows * context,
+            select_rows=rows,
+        )
+        .matrix()
+        .T
+    )
+    seconds = 1e-3 + rows * context * np.where(wide, 9e-9, 6e-9)
+    fitted = FORMS["launches"].fit(step, seconds, None)
+    assert np.abs(fitted.seconds(step) / seconds - 1).mean() < 0.01
+    narrow_only = FORMS["launches"].fit(step[:, ~wide], seconds[~wide], None)
+    assert "wide_select_kv_tokens" not in {term.variable for term in narrow_only.graph.branches[0]}
 
 
 def test_ordinary_least_squares_is_the_textbook_one():

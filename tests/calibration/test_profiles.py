@@ -1,0 +1,36 @@
+"""The committed profiles: samples and cost model belong together, and the stated error can be computed again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aspire.scheduler.features import StepFeatures
+from aspire_calibration import by_regime, load_cost_model, read_samples
+
+PROFILES = Path(__file__).parents[2] / "calibration" / "profiles"
+NAMES = sorted(path.name.removesuffix(".samples.jsonl") for path in PROFILES.glob("*.samples.jsonl"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_states_the_error_that_it_has(name):
+    samples = read_samples(PROFILES / f"{name}.samples.jsonl")
+    model = load_cost_model(PROFILES / f"{name}.json", strict_range=True)
+    assert model.file.data["hash"] == samples.data_hash() and model.file.kind == "measured"
+    model.check_matches(samples.header.hardware, samples.header.model, samples.header.settings)
+    matrix, seconds = samples.matrix()
+    held = samples.heldout()
+    steps = StepFeatures.from_matrix(matrix[held])
+    reports = by_regime(steps, model.predict(steps), seconds[held])
+    assert {regime: report.to_json() for regime, report in reports.items()} == {
+        regime: pytest.approx(row) for regime, row in model.file.accuracy.items()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_names_no_place_of_the_machine_that_made_it(name):
+    with (PROFILES / f"{name}.samples.jsonl").open() as lines:
+        command = json.loads(next(lines))["command"]
+    assert command.startswith("aspire profile ") and " /" not in command
