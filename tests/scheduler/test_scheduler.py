@@ -97,7 +97,7 @@ def test_random_traffic_is_conserved_and_ends(data: st.DataObject) -> None:
 @given(st.sampled_from(tuple(POLICIES)), st.integers(4, 60), st.integers(0, 50))
 def test_every_plan_is_within_its_limits(kind: str, budget: int, seed: int) -> None:
     scheduler = scheduler_of(kind, max_num_batched_tokens=budget, num_pages=30)
-    add(scheduler, *[(7 + 13 * index, 20) for index in range(7)])
+    add(scheduler, *[(1 + 14 * (index % 5), 20) for index in range(9)])
     executor = FakeExecutor(scheduler, seed=seed)
     executor.run()
     slots_seen = []
@@ -107,6 +107,7 @@ def test_every_plan_is_within_its_limits(kind: str, budget: int, seed: int) -> N
         draft, verify = plan.rows_of(Mode.DRAFT), plan.rows_of(Mode.VERIFY)
         assert (plan.query_tokens[draft] == 1).all()
         assert (plan.query_tokens[verify] == plan.drafted[verify] + 1).all() and plan.drafted.max() <= 16
+        assert (plan.drafted[plan.start == 0] == 0).all(), "drafts of the slot's last tenant"
         features = plan.features
         assert features.query_tokens == plan.num_query_tokens == features.padded_tokens
         assert (features.draft_rows, features.verify_rows) == (draft.sum(), verify.sum())
@@ -282,3 +283,15 @@ def test_geometry_of_page_lists(kind: str, budget_ratio: float, min_pages: int, 
 def test_bad_limits_are_errors(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         scheduler_of(**bad)
+
+
+def test_a_new_tenant_inherits_no_drafts() -> None:
+    scheduler = scheduler_of("fixed", {"g": 3}, max_num_seqs=1)
+    add(scheduler, (40, 20), (1, 5))
+    executor = FakeExecutor(scheduler)
+    for _ in range(3):
+        executor.step()
+    assert scheduler.slots.drafted[0] == 2
+    scheduler.abort("r0")
+    plan = executor.step()
+    assert plan is not None and plan.requests == ("r1",) and plan.drafted.tolist() == [0] and plan.num_query_tokens == 1
