@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from aspire.engine.config import EngineConfig
@@ -17,7 +18,7 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model with its engine.
+    """A model with its engine. ``settings`` are those of `EngineConfig`; ``cost_model`` is a file or a loaded model.
 
     >>> llm = LLM(model="smollm2-135m", policy="aspire:cost_ratio=0.3")
     >>> llm.generate(["Why is the sky blue?"], SamplingParams(temperature=0.7, max_tokens=64))
@@ -28,9 +29,11 @@ class LLM:
         model: str = "smollm2-135m",
         *,
         config: EngineConfig | None = None,
-        cost_model: CostModel | None = None,
+        cost_model: CostModel | str | Path | None = None,
         **settings: Any,
     ) -> None:
+        if isinstance(cost_model, (str, Path)):
+            settings["cost_model"], cost_model = cost_model, None
         if config is None:
             check_keys("LLM", settings, [field.name for field in fields(EngineConfig)])
             config = EngineConfig(model=model, **settings)

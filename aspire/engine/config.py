@@ -15,8 +15,9 @@ class EngineConfig:
 
     ``device`` auto is the first GPU if there is one. ``max_model_len`` None is the model's own. ``num_pages`` None
     sizes the KV pool from memory. ``policy`` is a `PolicySpec`, a policy.json path or ``kind:key=value+selector``.
-    ``cost_model`` is a cost_model.json path. ``synthetic_acceptance_rates`` (by draft position) replaces acceptance by
-    draws, for models without trained weights; every output then says so.
+    ``cost_model`` is a cost_model.json path; one made for another setup raises `MismatchError` unless
+    ``allow_mismatch``. ``synthetic_acceptance_rates`` (by draft position) replaces acceptance by draws, for models
+    without trained weights; every output then says so.
     """
 
     model: str = "smollm2-135m"

@@ -20,6 +20,7 @@ from aspire.engine.sequences import Sequences
 from aspire.engine.synthetic import SyntheticAcceptance
 from aspire.engine.text import OutputText
 from aspire.errors import EngineError, InputError, UsageError
+from aspire.evidence import provenance
 from aspire.models import LoadedModel, load_model
 from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
@@ -36,6 +37,7 @@ from aspire.scheduler import (
     StepPlan,
 )
 from aspire.tokenizer import Tokenizer, load_tokenizer
+from aspire_calibration import load_cost_model
 from aspire_kernels import get_backend
 
 _MAX_DRAFT = 16
@@ -77,6 +79,7 @@ class LLMEngine:
         self, config: EngineConfig, *, cost_model: CostModel | None = None, model: LoadedModel | None = None
     ) -> None:
         self.config = config
+        loaded_prices = load_cost_model(config.cost_model) if cost_model is None and config.cost_model else None
         device = _resolve_device(config.device)
         backend = get_backend(config.attention_backend, device)
         self.loaded = model or load_model(
@@ -113,7 +116,8 @@ class LLMEngine:
         )
         self.pool = KVPool(shape, num_pages, decoder.dtype, self.device)
         policy = config.policy_spec
-        self.scheduler = Scheduler(self.scheduler_config, policy, cost_model, on_release=self._released)
+        prices = cost_model or loaded_prices
+        self.scheduler = Scheduler(self.scheduler_config, policy, prices, on_release=self._released)
         self.sequences = Sequences(config.max_num_seqs, max_len, _MAX_DRAFT)
         self.runner = ModelRunner(
             decoder,
@@ -131,6 +135,16 @@ class LLMEngine:
             if config.synthetic_acceptance_rates is not None
             else None
         )
+        if loaded_prices is not None:
+            made_for, settings = self.identity()
+            settings.pop("selector")  # priced by its features, whichever it is
+            loaded_prices.check_matches(
+                {"name": provenance()["hardware"]},
+                made_for,
+                settings,
+                graph_buckets=buckets,
+                allow_mismatch=config.allow_mismatch,
+            )
         self._tokenizer: Tokenizer | None = None
         self._live: dict[str, _Live] = {}
         self._log = StepLog()
