@@ -165,16 +165,19 @@ def _regimes(
         length = limits.context_for(n, context, int(tokens) + 1)
         return verify(n, length, int(tokens), select=select and limits.select_verify)
 
+    def uneven_cell(count: float, context: float, tokens: float) -> Cell:
+        """One row verifies drafts, the others none: the widest row decides the launch of all."""
+        n = max(2, limits.rows_for(count, 1))
+        length = limits.context_for(n, context, int(tokens) + 1)
+        return mixed(verify(n - 1, length, 0), verify(1, length, int(tokens)))
+
     def mixed_cell(count: float, context: float, share: float, tokens: float) -> Cell:
         n = max(2, limits.rows_for(count, int(tokens) + 1))
         drafting = min(n - 1, max(1, round(n * share)))
         length = limits.context_for(n, context, int(tokens) + 1)
         sparse = limits.sparse_for(length)
-        checking = (
-            verify(n - drafting, length, int(tokens), select=limits.select_verify)
-            if tokens
-            else ar(n - drafting, length)
-        )
+        # where somebody drafts, every row that verifies gets a page list, one without drafts too
+        checking = verify(n - drafting, length, int(tokens), select=limits.select_verify)
         return mixed(draft(drafting, length, sparse), checking)
 
     def prefill_cell(chunk: float, context: float) -> Cell:
@@ -206,6 +209,14 @@ def _regimes(
     }
     if limits.d_max >= 1:
         table["verify"] = ((rows, contexts, drafted), verify_cell)
+        if limits.select_verify:  # page mass of rows without drafts: of one query row instead of two
+            table["verify-narrow"] = (
+                (rows[:: max(1, len(rows) // 3)], contexts[:: max(1, len(contexts) // 3)]),
+                lambda count, context: verify_cell(count, context, 0),
+            )
+            uneven = (rows[2::2], contexts[1::2], drafted[1::3])
+            if all(len(axis) for axis in uneven):
+                table["verify-uneven"] = (uneven, uneven_cell)
         table["verify-plain"] = (
             (
                 rows[:: max(1, len(rows) // 2)],

@@ -2,6 +2,9 @@
 
 The engine supplies ``time_cell(cell) -> seconds of each repeat``: it lays the rows out on random KV, warms the step
 up and times it (device synchronised) at least once. This module decides what to time, how often, and when to stop.
+
+A host that is busy with other things is slow for a second or more, so repeats within one visit agree with each other
+and are all wrong. Every cell is therefore visited several times, in another order each time.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from aspire_calibration.samples import Sample, Samples, SamplesHeader, SamplesWr
 TimeCell = Callable[[Cell], Sequence[float]]
 Refine = Callable[[Samples], list[Cell]]  # what to time next, from all samples so far; empty = enough
 NOISY = 0.10  # relative interquartile range above which a cell is timed again
-MAX_CALLS = 6  # calls of time_cell for one cell
+MAX_CALLS = 6  # calls of time_cell for one cell in one visit
+VISITS = 3  # visits of every cell, at different times of the profile
+FIRST_PASS = 0.6  # share of the budget that the first visits may take
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,14 @@ class ProfileProgress:
     sample: Sample
     elapsed_s: float
     eta_s: float  # of the plan, within the budget
-    phase: str  # "plan" or "refine"
+    phase: str  # "plan", "revisit" or "refine"
 
 
 @dataclass(frozen=True)
 class ProfileResult:
     path: Path
     samples: Samples
-    measured: int  # in this call
+    measured: int  # cells timed for the first time, in this call
     resumed: int  # found in the file
     skipped: int
     refined: int
@@ -58,29 +63,40 @@ def run_profile(
     *,
     budget_s: float | None = None,
     repeats: int = 5,
+    visits: int = VISITS,
     progress: Callable[[ProfileProgress], None] | None = None,
     refine: Refine | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ProfileResult:
-    """Time the cells of ``plan`` that ``path`` does not hold yet, then refine while ``budget_s`` lasts.
+    """Time the cells of ``plan`` that ``path`` does not hold, visit all again, then refine while ``budget_s`` lasts.
 
-    A cell is timed until it has >= ``repeats`` (>= 3) repeats, longer if they spread widely. A cell that raises
+    At a visit a cell gets >= ``repeats`` (>= 3) repeats; it is visited ``visits`` times (with one visit, a cell whose
+    repeats spread widely gets more of them).
+    With a budget, first visits end at `FIRST_PASS` of it and go on after the others if time is left. A cell that raises
     `CapacityError` is noted as skipped. Without a budget the plan is measured whole and ``refine`` is asked until it
     has no more. ``refine``: see `aspire_calibration.refine.refiner`. Killed at any time, the next call continues from
     the file.
     """
     if repeats < 3:
         raise UsageError(f"profiling needs >= 3 repeats a cell to tell a median from noise, got {repeats}")
+    if visits < 1:
+        raise UsageError(f"profiling visits every cell at least once, got visits = {visits}")
     if not plan:
         raise UsageError("the profiling plan is empty: the limits admit no cell; raise max_model_len or the KV pool")
     writer = SamplesWriter(path, header)
     start, deadline = clock(), None if budget_s is None else clock() + budget_s
-    state = _Run(time_cell, writer, header, repeats, progress, clock, start, deadline)
+    state = _Run(time_cell, writer, header, repeats, visits == 1, progress, clock, start, deadline)
     todo = [cell for cell in plan if cell.key not in writer.done]
     resumed = len(writer.done)
     if todo:
         state.warm_up(todo)
-    finished = state.measure(todo, "plan", len(plan) - len(todo), len(plan))
+    first_pass = None if budget_s is None or visits == 1 else start + FIRST_PASS * budget_s
+    finished = state.measure(todo, "plan", len(plan) - len(todo), len(plan), first_pass)
+    within_budget = state.revisit(visits)
+    if within_budget and not finished:
+        left = [cell for cell in todo if cell.key not in writer.done]
+        finished = state.measure(left, "plan", len(plan) - len(left), len(plan))
+    finished = finished and within_budget
     refined = 0
     while finished and refine is not None:
         wanted = [cell for cell in refine(Samples(header, writer.done)) if cell.key not in writer.done]
@@ -89,6 +105,8 @@ def run_profile(
         before = state.measured
         finished = state.measure(wanted, "refine", 0, len(wanted))
         refined += state.measured - before
+    if any(sample.visits > 1 for sample in writer.done.values()):
+        writer.compact()
     skipped = sum(bool(sample.skipped) for sample in writer.done.values())
     samples = Samples(header, writer.done)
     return ProfileResult(Path(path), samples, state.measured, resumed, skipped, refined, not finished, clock() - start)
@@ -100,6 +118,7 @@ class _Run:
     writer: SamplesWriter
     header: SamplesHeader
     repeats: int
+    lengthen: bool  # more repeats where they spread widely; visits of unequal weight would bend the median
     progress: Callable[[ProfileProgress], None] | None
     clock: Callable[[], float]
     start: float
@@ -115,23 +134,37 @@ class _Run:
             except CapacityError:
                 continue
 
-    def measure(self, cells: Sequence[Cell], phase: str, done: int, total: int) -> bool:
-        """Time the cells in order; False when the budget ended before them."""
+    def measure(self, cells: Sequence[Cell], phase: str, done: int, total: int, deadline: float | None = None) -> bool:
+        """Time the cells in order; False when ``deadline`` (default: that of the run) passed before them."""
         begun = self.clock()
+        deadline = self.deadline if deadline is None else deadline
         for index, cell in enumerate(cells, start=1):
             now = self.clock()
             mean_s = (now - begun) / (index - 1) if index > 1 else 0.0
-            if self.deadline is not None and now + 0.5 * mean_s > self.deadline:
+            if deadline is not None and now + 0.5 * mean_s > deadline:
                 return False
+            earlier = self.writer.done.get(cell.key)
             sample = self._sample(cell)
+            if earlier is not None:
+                sample = earlier.joined(sample)
             self.writer.append(sample)
-            self.measured += not sample.skipped
+            self.measured += not sample.skipped and earlier is None
             if self.progress is not None:
                 now = self.clock()
                 eta_s = (now - begun) / index * (len(cells) - index)
-                if self.deadline is not None:
-                    eta_s = max(0.0, min(eta_s, self.deadline - now))
+                if deadline is not None:
+                    eta_s = max(0.0, min(eta_s, deadline - now))
                 self.progress(ProfileProgress(done + index, total, sample, now - self.start, eta_s, phase))
+        return True
+
+    def revisit(self, visits: int) -> bool:
+        """Visit measured cells again until each has ``visits``, those of fewest first; False: out of budget."""
+        generator = np.random.default_rng(len(self.writer.done))
+        for count in range(1, visits):
+            cells = [s.cell for s in self.writer.done.values() if not s.skipped and s.visits == count]
+            order = [cells[index] for index in generator.permutation(len(cells))]
+            if not self.measure(order, "revisit", 0, len(order)):
+                return False
         return True
 
     def _sample(self, cell: Cell) -> Sample:
@@ -141,7 +174,8 @@ class _Run:
         try:
             for _ in range(MAX_CALLS):
                 times += self._timed(cell)
-                if len(times) >= self.repeats and (relative_spread(times) <= NOISY or len(times) >= 3 * self.repeats):
+                noisy = self.lengthen and relative_spread(times) > NOISY
+                if len(times) >= (3 if noisy else 1) * self.repeats:
                     break
         except CapacityError as error:
             return Sample(cell, features, (), skipped=str(error), took_s=self.clock() - begun)
@@ -194,6 +228,7 @@ def plan_info(
     repeats: int = 5,
     warmups: int = 2,
     setup_s: float = 0.05,
+    visits: int = VISITS,
 ) -> PlanInfo:
     """Size of a plan before running it.
 
@@ -203,7 +238,7 @@ def plan_info(
     minutes = None
     if cost is not None:
         step_s = sum(float(cost.predict(cell.features())) for cell in plan)
-        minutes = (step_s * (repeats + warmups) + setup_s * len(plan)) / 60
+        minutes = visits * (step_s * (repeats + warmups) + setup_s * len(plan)) / 60
     return PlanInfo(
         cells=len(plan),
         heldout=sum(cell.heldout for cell in plan),

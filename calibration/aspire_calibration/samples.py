@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,7 @@ class Sample:
     repeats_s: tuple[float, ...]
     skipped: str = ""  # reason why the cell could not be measured; then there are no repeats
     took_s: float = 0.0  # wall time that measuring the cell took, set-up and warm-up included
+    visits: int = 1  # times at which it was measured, far apart
 
     @property
     def median_s(self) -> float:
@@ -140,6 +141,12 @@ class Sample:
     def spread(self) -> float:
         """Interquartile range over median."""
         return relative_spread(self.repeats_s)
+
+    def joined(self, later: Sample) -> Sample:
+        """This sample with the repeats of a later visit; a visit that was skipped adds nothing but its time."""
+        took_s = self.took_s + later.took_s
+        repeats = self.repeats_s + later.repeats_s
+        return replace(self, repeats_s=repeats, took_s=took_s, visits=self.visits + 1)
 
     def to_json(self) -> dict[str, Any]:
         head = {
@@ -158,6 +165,7 @@ class Sample:
             "spread": self.spread,
             "repeats_s": list(self.repeats_s),
             "took_s": self.took_s,
+            "visits": self.visits,
         }
 
     @classmethod
@@ -170,7 +178,8 @@ class Sample:
             raise ValueError("no repeats_s")
         if not all(np.isfinite(value) and value > 0 for value in repeats):
             raise ValueError("repeats_s must be positive and finite")
-        return cls(cell, features, repeats, str(data.get("skipped", "")), float(data.get("took_s", 0.0)))
+        skipped, took_s = str(data.get("skipped", "")), float(data.get("took_s", 0.0))
+        return cls(cell, features, repeats, skipped, took_s, int(data.get("visits", 1)))
 
 
 def relative_spread(repeats_s: Sequence[float]) -> float:
@@ -268,6 +277,7 @@ class SamplesWriter:
 
     def __init__(self, path: str | Path, header: SamplesHeader) -> None:
         self.path = Path(path)
+        self.header = header
         self.done: dict[str, Sample] = {}
         if self.path.exists() and self.path.stat().st_size > 0:
             samples, good_bytes = _parse(self.path)
@@ -276,7 +286,7 @@ class SamplesWriter:
                     f"{self.path} holds samples of another setup ({'; '.join(differences)}); "
                     "give another --output or remove it"
                 )
-            self.done = dict(samples.by_key)
+            self.header, self.done = samples.header, dict(samples.by_key)
             if good_bytes < self.path.stat().st_size:
                 os.truncate(self.path, good_bytes)
         else:
@@ -295,6 +305,11 @@ class SamplesWriter:
                 f"cannot append to {self.path}: {error.strerror or error}; free space or choose another path"
             ) from error
         self.done[sample.cell.key] = sample
+
+    def compact(self) -> None:
+        """Rewrite the file with one line per cell: visiting a cell again appended another."""
+        lines = [self.header.to_json(), *(sample.to_json() for sample in self.done.values())]
+        write_text_atomic(self.path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
 
 def merge_samples(many: Sequence[Samples]) -> Samples:

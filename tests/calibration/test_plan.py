@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -132,3 +134,21 @@ def test_padding_is_the_smallest_bucket_that_holds_the_tokens(buckets, tokens):
 def test_geometric_and_levels():
     assert geometric(1, 16) == [1, 2, 4, 8, 16] and geometric(5, 5) == [5]
     assert [refinement_level(index, 9) for index in range(9)] == [0, 3, 2, 3, 1, 3, 2, 3, 0]
+
+
+def test_page_mass_is_timed_for_narrow_wide_and_uneven_verification():
+    def widths(limits):
+        """Of the selecting rows of each cell with verifying rows alone."""
+        cells = [cell for cell in profile_plan(limits) if all(group.select for group in cell.groups)]
+        return [{group.query_tokens for group in cell.groups} for cell in cells]
+
+    limits = PlanLimits(128, 8192, 65536, 8192)
+    early = widths(limits)[:60]
+    assert {1} in early and any(found > {1} for found in early) and any(min(found) > 1 for found in early)
+    assert not widths(replace(limits, select_verify=False))
+
+
+def test_rows_that_verify_beside_drafting_ones_always_select():
+    for cell in profile_plan(PlanLimits(128, 8192, 65536, 8192)):
+        kinds = {group.kind for group in cell.groups}
+        assert kinds != {"draft", "verify"} or all(group.select for group in cell.groups if group.kind == "verify")
