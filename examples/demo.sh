@@ -4,10 +4,10 @@
 set -euo pipefail
 
 out=${1:-runs/demo}
-engine=(--model smollm2-135m --max-num-seqs 3 --max-model-len 3200 --max-num-batched-tokens 1024 --num-speculative-tokens 6 --seed 1)
-prompts=(--dataset-name docs --num-prompts 3 --input-len 3072 --output-len 40 --ignore-eos --temperature 0.7 --top-k 50 --top-p 0.9)
-work=(--cost-model "$out/cost_model.json" --num-prompts 3 --input-len 3072 --output-len 40 --acceptance iid:0.8
-      --max-num-seqs 3 --max-model-len 3200 --max-num-batched-tokens 1024 --seed 1)
+engine=(--model smollm2-135m --max-num-seqs 2 --max-model-len 3200 --max-num-batched-tokens 256 --num-speculative-tokens 6 --seed 1)
+prompts=(--dataset-name docs --num-prompts 2 --input-len 3072 --output-len 64 --ignore-eos --temperature 0.7 --top-k 50 --top-p 0.9)
+work=(--cost-model "$out/cost_model.json" --num-prompts 2 --input-len 3072 --output-len 64 --acceptance iid:0.8
+      --max-num-seqs 2 --max-model-len 3200 --max-num-batched-tokens 256 --seed 1)
 
 run() {
     printf '\n$ %s\n' "$*"
@@ -21,7 +21,7 @@ mkdir -p "$out"
 # What can this machine do?
 run aspire doctor
 # Time real steps, fit what a step costs.
-run aspire profile "${engine[@]}" --levels 2 --repeats 3 --budget-minutes 2.5 --output "$out/samples.jsonl"
+run aspire profile "${engine[@]}" --levels 2 --repeats 3 --budget-minutes 2 --output "$out/samples.jsonl"
 run aspire calibrate "$out/samples.jsonl" --output "$out/cost_model.json" --figure "$out/cost_model.svg"
 # What would each policy do? Which is best?
 run aspire simulate "${work[@]}" --policy autoregressive --policy fixed:g=3 --policy aspire --policy oracle --output-dir "$out/simulate"

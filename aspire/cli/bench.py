@@ -88,6 +88,7 @@ def _bench(
     specs = [engine.policy(text) for text in texts]
     if all(spec.kind != AUTOREGRESSIVE for spec in specs):
         specs.insert(0, engine.policy(AUTOREGRESSIVE))
+    specs = _without_twins(specs, console)
     contenders = [_Contender(spec, run_name(index, spec.label)) for index, spec in enumerate(specs)]
     # the first policy that needs the cost model decides early whether there is one
     llm, prices = open_engine(engine, max(specs, key=lambda spec: spec.kind != AUTOREGRESSIVE), console)
@@ -140,6 +141,19 @@ def _bench(
     console.result(document)
     if stop.drain:
         raise typer.Exit(130)
+
+
+def _without_twins(specs: list[PolicySpec], console: Console) -> list[PolicySpec]:
+    """Each policy once, wherever its file came from."""
+    from dataclasses import replace
+
+    kept: dict[str, PolicySpec] = {}
+    for spec in specs:
+        key = AUTOREGRESSIVE if spec.kind == AUTOREGRESSIVE else str(replace(spec, provenance={}).to_dict())
+        if key in kept:
+            console.say(f"{spec.label} is given twice (the tuned policy may be it); it is run once")
+        kept.setdefault(key, spec)
+    return list(kept.values())
 
 
 def _length(llm: Any, prompt: Any) -> int:

@@ -227,3 +227,13 @@ def test_acceptance_of_selectors_feeds_the_tuner(loop: Path, tmp_path: Path) -> 
     assert done.code == 0, done.err
     assert_one_error(run("acceptance", *TINY, "-q", "--selectors", "windo"), 2, "did you mean 'window'?")
     assert_one_error(run("acceptance", *TINY, "-q", "--budget-ratios", "7"), 2, "--budget-ratios")
+
+
+def test_bench_runs_a_policy_given_twice_once(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.json"
+    policy.write_text(json.dumps({"kind": "autoregressive", "provenance": {"by": "tune"}}), encoding="utf-8")
+    done = run(
+        "bench", *TINY, *RANDOM, "--policy", "autoregressive", "--policy", policy, "-o", tmp_path / "b", "--json"
+    )
+    assert done.code == 0, done.err
+    assert len(json.loads(done.out)["policies"]) == 1 and "run once" in done.err
