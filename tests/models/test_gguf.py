@@ -135,7 +135,8 @@ def test_smollm2_equals_transformers(
 ) -> None:
     """Same tensors as transformers dequantizes and unpermutes from the same file, and the same logits on real text."""
     # transformers parses the file in each call, seconds each time; what it makes of the parsed file stays its own work
-    monkeypatch.setattr(gguf, "GGUFReader", lambda path: open_gguf(Path(path)))
+    parsed = open_gguf(smollm2_gguf)  # before the patch: the parser derives its reader from the class that is replaced
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed)
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
