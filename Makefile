@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 SOAK_MINUTES ?= 10
-FUZZ_EXAMPLES ?= 2000
+FUZZ_SCENARIOS ?= 2000
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint fuzz soak clean
@@ -14,7 +14,7 @@ help:
 	@echo "make demo   the whole loop (profile, calibrate, simulate, tune, generate, bench, report) on SmolLM2, about 10 minutes on 2 cores"
 	@echo "make test   all tests that need no GPU"
 	@echo "make lint   ruff, and mypy --strict on the pure core"
-	@echo "make fuzz   random scenarios against the invariants, longer (FUZZ_EXAMPLES=$(FUZZ_EXAMPLES))"
+	@echo "make fuzz   random scenarios against the invariants, longer (FUZZ_SCENARIOS=$(FUZZ_SCENARIOS), about 20 minutes)"
 	@echo "make soak   random traffic through the engine for SOAK_MINUTES=$(SOAK_MINUTES)"
 	@echo "make clean  remove .venv and caches"
 
@@ -37,7 +37,7 @@ lint: $(STAMP)
 	$(BIN)/mypy --strict aspire/scheduler calibration/aspire_calibration simulator/aspire_simulator
 
 fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=fuzz ASPIRE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -n $(TEST_WORKERS) -m "not gpu" tests/invariants
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.invariants.fuzz --scenarios $(FUZZ_SCENARIOS)
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
