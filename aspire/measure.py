@@ -92,8 +92,6 @@ def run_requests(
     finished: dict[str, RequestOutput] = {}
     tokens = 0
     engine.begin_record()
-    # an idle engine hands out slots as a new one would, whatever ran before: a replay starts from there too
-    engine.scheduler.slots._free.sort(reverse=True)
     try:
         queue.submit(engine)
         while queue.order or engine.has_unfinished_requests:

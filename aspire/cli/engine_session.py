@@ -36,7 +36,7 @@ def open_engine(
     if llm.engine.loaded.synthetic:
         console.warn("random weights: the text means nothing, and acceptance is synthetic")
     if prices is not None and check:
-        for difference in _mismatches(llm, prices, choice.settings["allow_mismatch"]):
+        for difference in llm.engine.check_cost_model(prices):
             console.warn(f"the cost model was made for another setup: {difference}")
     return llm, prices
 
@@ -48,21 +48,6 @@ def _cost_model(choice: EngineChoice, console: Console) -> LoadedCostModel | Non
     from aspire_calibration import load_cost_model
 
     return load_cost_model(path, warn=console.warn)
-
-
-def _mismatches(llm: LLM, prices: LoadedCostModel, allow: bool) -> list[str]:
-    """Differences that are allowed; the others raise. The selector is none: policies with several are compared."""
-    from aspire.evidence import provenance
-
-    model, settings = llm.engine.identity()
-    settings.pop("selector", None)
-    return prices.check_matches(
-        {"name": provenance()["hardware"]},
-        model,
-        settings,
-        graph_buckets=llm.engine.scheduler_config.graph_buckets,
-        allow_mismatch=allow,
-    )
 
 
 @contextmanager

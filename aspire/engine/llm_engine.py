@@ -26,6 +26,7 @@ from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import (
+    MAX_DRAFT,
     CostModel,
     FinishReason,
     Mode,
@@ -37,10 +38,9 @@ from aspire.scheduler import (
     StepPlan,
 )
 from aspire.tokenizer import Tokenizer, load_tokenizer
-from aspire_calibration import load_cost_model
+from aspire_calibration import LoadedCostModel, load_cost_model
 from aspire_kernels import get_backend
 
-_MAX_DRAFT = 16
 GRAPH_BUCKETS = (
     1,
     2,
@@ -93,7 +93,7 @@ class LLMEngine:
                 f"max_model_len {max_len} is more than the model's {shape.max_position_embeddings} positions; lower it"
             )
         use_graphs = self.device.type == "cuda" and not config.enforce_eager and backend.name == "triton"
-        limit = config.max_num_seqs * (_MAX_DRAFT + 1)
+        limit = config.max_num_seqs * (MAX_DRAFT + 1)
         buckets = tuple(b for b in GRAPH_BUCKETS if b <= limit) if use_graphs else ()
         pages_per_slot = -(-max_len // config.block_size)
         wanted = config.max_num_seqs * pages_per_slot + 1
@@ -118,7 +118,7 @@ class LLMEngine:
         policy = config.policy_spec
         prices = cost_model or loaded_prices
         self.scheduler = Scheduler(self.scheduler_config, policy, prices, on_release=self._released)
-        self.sequences = Sequences(config.max_num_seqs, max_len, _MAX_DRAFT)
+        self.sequences = Sequences(config.max_num_seqs, max_len, MAX_DRAFT)
         self.runner = ModelRunner(
             decoder,
             self.pool,
@@ -136,15 +136,7 @@ class LLMEngine:
             else None
         )
         if loaded_prices is not None:
-            made_for, settings = self.identity()
-            settings.pop("selector")  # priced by its features, whichever it is
-            loaded_prices.check_matches(
-                {"name": provenance()["hardware"]},
-                made_for,
-                settings,
-                graph_buckets=buckets,
-                allow_mismatch=config.allow_mismatch,
-            )
+            self.check_cost_model(loaded_prices)
         self._tokenizer: Tokenizer | None = None
         self._live: dict[str, _Live] = {}
         self._log = StepLog()
@@ -439,6 +431,18 @@ class LLMEngine:
         }
         return model, settings
 
+    def check_cost_model(self, prices: LoadedCostModel) -> list[str]:
+        """Differences between what ``prices`` was made for and this engine; `MismatchError` unless they are allowed."""
+        model, settings = self.identity()
+        settings.pop("selector")  # priced by its features, whichever it is: policies with several are compared
+        return prices.check_matches(
+            {"name": provenance()["hardware"]},
+            model,
+            settings,
+            graph_buckets=self.scheduler_config.graph_buckets,
+            allow_mismatch=self.config.allow_mismatch,
+        )
+
     # ---- records -------------------------------------------------------------------------------------------------
 
     def begin_record(self) -> None:
@@ -494,7 +498,7 @@ def step_bytes(shape: Any, dtype: torch.dtype, config: EngineConfig, pages_per_s
     """Bytes that a step may need beside weights and KV: activations, logits, page mass, lists, attention scratch."""
     tokens, element = config.max_num_batched_tokens, dtype.itemsize
     widest = 2 * shape.intermediate_size + 2 * shape.q_size + 4 * shape.kv_size + 6 * shape.hidden_size
-    samples = min(tokens, config.max_num_seqs * (_MAX_DRAFT + 1))
+    samples = min(tokens, config.max_num_seqs * (MAX_DRAFT + 1))
     logits = samples * shape.vocab_size * 4 * 2
     mass = 3 * 4 * shape.num_layers * config.max_num_seqs * pages_per_slot
     scratch = 512 << 20 if torch.cuda.is_available() else 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aspire.engine.step_input import StepInput
-from aspire.scheduler import SelectorSpec
+from aspire.scheduler import PAGE_TOKENS, SelectorSpec
 from aspire_kernels import AttentionBatch, Backend, PageBudget
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class PageLists:
 
     def begin(self, inp: StepInput, block_table: Tensor, bounds: StepBounds) -> _Forward:
         """Prepare a forward over ``inp``; ``bounds`` are the host-known sizes that choose the launches."""
-        rows, pages = inp.shape.rows, -(-bounds.max_kv // 16)
+        rows, pages = inp.shape.rows, -(-bounds.max_kv // PAGE_TOKENS)
         common = {
             "row_slot": inp.row_slot,
             "q_start": inp.q_start,
@@ -171,7 +171,7 @@ class PageLists:
         """New lists of unchanged ``sel_count`` and ``tail_page``: the pages of most ``mass`` before the tail."""
         inp = forward.inp
         # the KV length whose newest page is the seed's: `select_pages` derives the same count and tail from it
-        seeded = (inp.tail_page[inp.row_slot.long()] + self.spec.recent) * 16
+        seeded = (inp.tail_page[inp.row_slot.long()] + self.spec.recent) * PAGE_TOKENS
         length = torch.minimum(inp.kv_len, seeded)
         self._select(forward, mass, length, chosen)
 

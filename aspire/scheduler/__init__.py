@@ -11,13 +11,14 @@ Costs          `StepFeatures`, `CostModel`
 from aspire.scheduler.config import SchedulerConfig
 from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
 from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
-from aspire.scheduler.policies import POLICIES, Action, Feedback, Policy, PolicySpec, PolicyView
+from aspire.scheduler.policies import MAX_DRAFT, POLICIES, Action, Feedback, Policy, PolicySpec, PolicyView
 from aspire.scheduler.request import FinishReason, Request, RequestState
 from aspire.scheduler.scheduler import Counts, Scheduler
 from aspire.scheduler.selector_spec import PAGE_TOKENS, SELECTOR_KINDS, SelectorSpec
 
 __all__ = [
     "FEATURES",
+    "MAX_DRAFT",
     "PAGE_TOKENS",
     "POLICIES",
     "SELECTOR_KINDS",

@@ -24,7 +24,6 @@ class PageTable:
         self.num_pages = num_pages
         self.table = np.zeros((max_slots, max_pages_per_slot), dtype=np.int32)
         self.held = np.zeros(max_slots, dtype=np.int64)
-        self._references = np.zeros(num_pages, dtype=np.int64)
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack: low pages are handed out first
         self._num_free = num_pages - 1
 
@@ -61,7 +60,6 @@ class PageTable:
         logical = self.held[owner] + within
         physical = self._take(total)
         self.table[owner, logical] = physical
-        self._references[physical] = 1
         self.held[slots] += missing
         return np.stack([owner, logical, physical.astype(np.int64)], axis=1)
 
@@ -83,7 +81,5 @@ class PageTable:
         return self._free[self._num_free : self._num_free + count][::-1].copy()
 
     def _drop(self, physical: NDArray[np.int32]) -> None:
-        self._references[physical] -= 1
-        freed = physical[self._references[physical] == 0][::-1]
-        self._free[self._num_free : self._num_free + len(freed)] = freed
-        self._num_free += len(freed)
+        self._free[self._num_free : self._num_free + len(physical)] = physical[::-1]
+        self._num_free += len(physical)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +36,7 @@ class Slots:
         self.order = np.zeros(max_slots, dtype=np.int64)  # submission order of the request
         self.priority = np.zeros(max_slots, dtype=np.int64)
         self.last_step = np.zeros(max_slots, dtype=np.int64)  # last step the slot took part in
-        self._free = list(range(max_slots - 1, -1, -1))
+        self._free = list(range(max_slots))  # a heap: the lowest slot first, so that an idle table is as a new one
 
     @property
     def num_free(self) -> int:
@@ -43,7 +45,7 @@ class Slots:
 
     def occupy(self, request: Request, limit: int) -> int:
         """Move ``request`` into a free slot; all it knows is still to be computed. Returns the slot."""
-        slot = self._free.pop()
+        slot = heapq.heappop(self._free)
         self.requests[slot] = request
         self.request_ids[slot] = request.request_id
         self._stays += 1
@@ -69,5 +71,5 @@ class Slots:
         self.requests[slot] = None
         self.tenancy[slot] = -1
         self.active[slot] = False
-        self._free.append(slot)
+        heapq.heappush(self._free, slot)
         return request

@@ -5,6 +5,6 @@ As data      `PolicySpec` (policy.json), `POLICIES` by kind
 """
 
 from aspire.scheduler.policies.base import Action, Feedback, Policy, PolicyView
-from aspire.scheduler.policies.spec import POLICIES, PolicySpec
+from aspire.scheduler.policies.spec import MAX_DRAFT, POLICIES, PolicySpec
 
-__all__ = ["POLICIES", "Action", "Feedback", "Policy", "PolicySpec", "PolicyView"]
+__all__ = ["MAX_DRAFT", "POLICIES", "Action", "Feedback", "Policy", "PolicySpec", "PolicyView"]
