@@ -1,11 +1,17 @@
-"""KV pages: which physical page holds which logical page of which slot. Vectorised; knows nothing of tokens."""
+"""KV pages: which physical page holds which logical page of which slot. Vectorised; knows nothing of tokens.
+
+Slots may hold pages in common: full ones at the same place of equal prefixes, which nobody writes any more.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import CapacityError
+from aspire.scheduler.prefix_cache import PrefixCache
 
 Ints = NDArray[np.int64]
 
@@ -14,6 +20,7 @@ class PageTable:
     """Physical pages of ``max_slots`` slots. Page 0 is the trash page of padded rows and is never handed out.
 
     ``table``: int32 [max_slots, max_pages_per_slot], 0 where no page is held. ``held``: int64 [max_slots].
+    ``owners``: int32 [num_pages], slots that hold each page. ``prefixes``: pages found again by their content.
     """
 
     def __init__(self, num_pages: int, max_slots: int, max_pages_per_slot: int) -> None:
@@ -24,6 +31,8 @@ class PageTable:
         self.num_pages = num_pages
         self.table = np.zeros((max_slots, max_pages_per_slot), dtype=np.int32)
         self.held = np.zeros(max_slots, dtype=np.int64)
+        self.owners = np.zeros(num_pages, dtype=np.int32)
+        self.prefixes = PrefixCache(num_pages)
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack: low pages are handed out first
         self._num_free = num_pages - 1
 
@@ -34,8 +43,8 @@ class PageTable:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
-        return self._num_free
+        """Pages that nobody holds, those with a reusable content among them."""
+        return self._num_free + self.prefixes.num_idle
 
     def missing(self, slots: Ints, pages: Ints) -> int:
         """Pages that `grow` would take."""
@@ -51,9 +60,9 @@ class PageTable:
         total = int(missing.sum())
         if total == 0:
             return np.empty((0, 3), dtype=np.int64)
-        if total > self._num_free:
+        if total > self.num_free:
             raise CapacityError(
-                f"{total} KV pages are needed and {self._num_free} are free; preempt or lower max-num-seqs"
+                f"{total} KV pages are needed and {self.num_free} are free; preempt or lower max-num-seqs"
             )
         owner = np.repeat(slots, missing)
         within = np.arange(total) - np.repeat(np.cumsum(missing) - missing, missing)
@@ -62,6 +71,35 @@ class PageTable:
         self.table[owner, logical] = physical
         self.held[slots] += missing
         return np.stack([owner, logical, physical.astype(np.int64)], axis=1)
+
+    def adopt(self, slot: int, pages: Sequence[int]) -> Ints:
+        """``pages`` (from `PrefixCache.match`) become the first pages of the empty ``slot``; returns entries [n, 3]."""
+        count = len(pages)
+        entries = np.empty((count, 3), dtype=np.int64)
+        if count:
+            physical = np.array(pages, dtype=np.int32)
+            self.prefixes.revive(pages)
+            self.owners[physical] += 1
+            self.table[slot, :count] = physical
+            self.held[slot] = count
+            entries[:, 0], entries[:, 1], entries[:, 2] = slot, np.arange(count), physical
+        return entries
+
+    def publish(self, slot: int, names: Sequence[int], pages: int) -> None:
+        """The first ``pages`` pages of ``slot`` are full, committed and never written again: ``names`` find them."""
+        count = min(pages, len(names), int(self.held[slot]))
+        unnamed = np.flatnonzero(~self.prefixes.named[self.table[slot, :count]])
+        if len(unnamed):
+            first = int(unnamed[0])
+            self.prefixes.name(self.table[slot, first:count].tolist(), names[first:count])
+
+    def forget(self, slot: int) -> None:
+        """The content of the pages of ``slot`` is not to be trusted: nobody shall find them."""
+        self.prefixes.forget(self.table[slot, : self.held[slot]].tolist())
+
+    def forget_all(self) -> None:
+        """No page shall be found by its content any more."""
+        self._push(self.prefixes.forget_all())
 
     def shrink(self, slots: Ints, pages: Ints) -> None:
         """Free what each of ``slots`` holds beyond ``pages`` pages."""
@@ -77,9 +115,25 @@ class PageTable:
         self.shrink(np.array([slot]), np.array([0]))
 
     def _take(self, count: int) -> NDArray[np.int32]:
+        if count > self._num_free:
+            self._push(self.prefixes.evict(count - self._num_free))
         self._num_free -= count
-        return self._free[self._num_free : self._num_free + count][::-1].copy()
+        taken = self._free[self._num_free : self._num_free + count][::-1].copy()
+        self.owners[taken] = 1
+        return taken
 
     def _drop(self, physical: NDArray[np.int32]) -> None:
-        self._free[self._num_free : self._num_free + len(physical)] = physical[::-1]
-        self._num_free += len(physical)
+        """A slot lets go of ``physical``, in the order of its pages."""
+        self.owners[physical] -= 1
+        free = physical[self.owners[physical] == 0]
+        named = self.prefixes.named[free]
+        if named.any():
+            # the last pages of a prefix are taken first: without its first ones the others cannot be found
+            self.prefixes.retire(free[named][::-1].tolist())
+            free = free[~named]
+        self._push(free)
+
+    def _push(self, physical: Sequence[int] | NDArray[np.int32]) -> None:
+        count = len(physical)
+        self._free[self._num_free : self._num_free + count] = physical[::-1]
+        self._num_free += count
