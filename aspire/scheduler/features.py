@@ -42,29 +42,38 @@ class StepFeatures:
             values["padded_tokens"] = values.get("query_tokens", 0.0)
         if not values.keys() <= _PLACE.keys():
             raise TypeError(f"unknown features: {sorted(values.keys() - _PLACE.keys())}")
-        if all(type(value) in _SCALARS for value in values.values()):
-            # one step: broadcasting eleven numbers would cost more than all else here
-            return cls.from_matrix(np.array([values.get(name, 0.0) for name in FEATURES], dtype=np.float64))
-        shape = np.broadcast_shapes(*(np.shape(value) for value in values.values()))
-        matrix = np.zeros((*shape, len(FEATURES)))
+        shapes = {value.shape for value in values.values() if isinstance(value, np.ndarray)} | {()}
+        if shapes == {()}:
+            return cls.from_columns(np.array([values.get(name, 0.0) for name in FEATURES], dtype=np.float64))
+        columns = np.zeros((len(FEATURES), *np.broadcast_shapes(*shapes)))
         for name, value in values.items():
-            matrix[..., _PLACE[name]] = value
-        return cls.from_matrix(matrix)
+            columns[_PLACE[name]] = value
+        return cls.from_columns(columns)
+
+    def columns(self) -> Floats:
+        """[len(FEATURES), ...]: the features in the order of `FEATURES`."""
+        whole: Floats | None = self.__dict__.get("_columns")
+        return np.stack([getattr(self, name) for name in FEATURES]) if whole is None else whole
+
+    @classmethod
+    def from_columns(cls, columns: Floats) -> StepFeatures:
+        """Inverse of `columns`."""
+        made = object.__new__(cls)
+        # the features are views; the whole is kept beside them, so that `columns` need not put it together again
+        made.__dict__["_columns"] = columns
+        for index, name in enumerate(FEATURES):
+            made.__dict__[name] = columns[index, ...]
+        return made
 
     def matrix(self) -> Floats:
-        """[..., len(FEATURES)]: the features as columns, in the order of `FEATURES`."""
-        whole: Floats | None = self.__dict__.get("_matrix")
-        return np.stack([getattr(self, name) for name in FEATURES], axis=-1) if whole is None else whole
+        """[..., len(FEATURES)]: the features of a step side by side."""
+        columns = self.columns()
+        return columns.T if columns.ndim <= 2 else np.moveaxis(columns, 0, -1)
 
     @classmethod
     def from_matrix(cls, matrix: Floats) -> StepFeatures:
         """Inverse of `matrix`."""
-        made = object.__new__(cls)
-        # the columns are views; the matrix is kept beside them, so that `matrix` need not put it together again
-        made.__dict__["_matrix"] = matrix
-        for index, name in enumerate(FEATURES):
-            made.__dict__[name] = matrix[..., index]
-        return made
+        return cls.from_columns(matrix.T if matrix.ndim <= 2 else np.moveaxis(matrix, -1, 0))
 
     def __add__(self, other: StepFeatures) -> StepFeatures:
         return StepFeatures.from_matrix(self.matrix() + other.matrix())
@@ -72,7 +81,6 @@ class StepFeatures:
 
 FEATURES: tuple[str, ...] = tuple(field.name for field in fields(StepFeatures))
 _PLACE = {name: index for index, name in enumerate(FEATURES)}
-_SCALARS = frozenset((float, int, np.float64, np.int64))
 
 
 class CostModel(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ SLACK = 1.02  # a range is left when a feature exceeds it by more than this fact
 
 
 QUERY_TOKENS, PADDED_TOKENS = INDEX["query_tokens"], INDEX["padded_tokens"]
-
-_columns = attrgetter(*FEATURES)
 
 
 def _warn(message: str) -> None:
@@ -51,7 +48,7 @@ class LoadedCostModel:
     def predict(self, features: StepFeatures) -> Floats:
         """Seconds, in the shape of the features."""
         first = features.rows
-        matrix = np.array(_columns(features)).reshape(len(FEATURES), -1)
+        matrix = features.columns().reshape(len(FEATURES), -1)
         self.predicted_steps += first.size
         beyond = matrix > self._high
         if beyond.any():
@@ -64,7 +61,7 @@ class LoadedCostModel:
         ``padded_tokens`` of both are derived from the graph buckets, so a stair of the staircase is paid by the work
         that climbs it; those given are ignored. Without buckets (eager) they equal the query tokens.
         """
-        before, work = np.array(_columns(base)), np.array(_columns(added))  # [features, *shape]
+        before, work = base.columns(), added.columns()  # [features, *shape]
         shape = before.shape[1:]
         if before.shape != work.shape:
             shape = np.broadcast_shapes(shape, work.shape[1:])

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from aspire.errors import UsageError
 from aspire.scheduler.features import StepFeatures
-from aspire.scheduler.policies.base import Action, Feedback, Ints, Policy, PolicyView
+from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,17 @@ class AspireParams:
             raise UsageError(f"policy parameter cost_ratio={self.cost_ratio} is not positive; give T_draft / T_verify")
 
 
-def expected_tokens(alpha: NDArray[np.float64], d_max: int) -> NDArray[np.float64]:
-    """[d_max + 1, n]: E(g) = (1 - a^(g+1)) / (1 - a), expected tokens of a round of g drafts."""
-    powers = np.empty((d_max + 1, len(alpha)))
-    powers[0], powers[1:] = 1.0, alpha
-    np.multiply.accumulate(powers, axis=0, out=powers)
-    return np.asarray(np.add.accumulate(powers, axis=0, out=powers))
+def gains_by_drafting(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> NDArray[np.bool_]:
+    """[n]: whether E(g) / (1 + c g) is larger at g = ``drafted`` + 1 than at ``drafted``.
+
+    E(g) = (1 - a^(g+1)) / (1 - a), the expected tokens of a round of g drafts, is concave and 1 + c g is straight, so
+    their ratio rises up to its argmax g* and never again: this says ``drafted`` < g* without trying every g.
+    """
+    rejected = 1.0 - alpha
+    with np.errstate(divide="ignore", invalid="ignore"):  # alpha 0 and 1
+        exponent = (drafted + 1) * np.log1p(-rejected)
+        tokens = np.where(rejected > 0.0, -np.expm1(exponent) / rejected, drafted + 1.0)
+    return np.asarray(np.exp(exponent) * (1.0 + cost_ratio * drafted) > cost_ratio * tokens)
 
 
 class Aspire(Policy):
@@ -62,11 +67,12 @@ class Aspire(Policy):
         self._first_round[slots] = True
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
-        gains = expected_tokens(self._alpha[view.slots], self.d_max)
-        costs = 1.0 + self._cost_ratio(view) * np.arange(self.d_max + 1)[:, None]
-        target = np.argmax(gains / costs, axis=0)
-        target = np.where(self._first_round[view.slots], min(self.params.gamma_init, self.d_max), target)
-        return np.where(view.drafted >= target, Action.VERIFY, Action.DRAFT).astype(np.int8)
+        slots, drafted = view.slots, view.drafted
+        draft = gains_by_drafting(self._alpha[slots], self._cost_ratio(view), drafted) & (drafted < self.d_max)
+        first = self._first_round[slots]
+        if first.any():
+            draft = np.where(first, drafted < min(self.params.gamma_init, self.d_max), draft)
+        return np.where(draft, Action.DRAFT, Action.VERIFY).astype(np.int8)
 
     def observe(self, feedback: Feedback) -> None:
         verified = feedback.verified
@@ -84,8 +90,8 @@ class Aspire(Policy):
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        copies = np.concatenate([view.draft_features().matrix(), view.verify_features().matrix()]) * count
-        seconds = view.cost_model.predict(StepFeatures.from_matrix(copies))
+        copies = np.concatenate([view.draft_features().columns(), view.verify_features().columns()], axis=1) * count
+        seconds = view.cost_model.predict(StepFeatures.from_columns(copies))
         return np.asarray(seconds[:count] / np.maximum(seconds[count:], 1e-12))
 
 
