@@ -73,6 +73,8 @@ def worth_drafting(survival: Floats, upcoming: Floats, price: Floats | float, ra
     ``price`` [n], [n, h] or a number: marginal time of one more draft row and verified token, per draft ahead.
     ``rate``: tokens per unit of time of the whole batch (lambda, see `RateTracker`).
     """
+    if upcoming.shape[1] == 1 and np.ndim(price) < 2:
+        return np.asarray(survival * upcoming[:, 0] > rate * price)
     gain = survival[:, None] * np.cumsum(upcoming, axis=1)
     each = np.asarray(price, dtype=np.float64)
     each = each[:, None] if each.ndim == 1 else each
@@ -193,16 +195,24 @@ class SurvivalModel:
         self._learn_effect(slots, _sums(row, miss, count), _sums(row, information, count))
         self.drop_drafts(slots)
 
-    def survival(self, slots: Ints) -> Floats:
-        """[n] P(all drafts so far accepted), in [0, 1]; 1 without drafts."""
-        return self._survival[slots]
+    def survival(self, slots: Ints, drafted: Ints) -> Floats:
+        """[n] P(all ``drafted`` [n] drafts of the round are accepted), in [0, 1]; 1 without drafts.
 
-    def next_acceptance(self, slots: Ints, horizon: int = 1) -> Floats:
-        """[n, horizon] P(the next 1..horizon drafts are accepted | all so far are), before their margins are known.
+        Evidence may be a step late: drafts beyond those observed count with the mean acceptance of their place, and a
+        slot of 0 drafts is in a new round even if the verification of its last one was not observed yet.
+        """
+        known = np.where(drafted > 0, self._survival[slots], 1.0)
+        unseen = np.maximum(drafted - self._drafted[slots], 0)
+        if not unseen.any():
+            return known
+        place = np.minimum(np.maximum(drafted, 1), self.d_max) - 1
+        return np.asarray(known * logistic(self._pooled_logit[place] + self.effect[slots]) ** unseen)
+
+    def next_acceptance(self, slots: Ints, drafted: Ints, horizon: int = 1) -> Floats:
+        """[n, horizon] P(the next 1..horizon drafts are accepted | all ``drafted`` [n] are), their margins not known.
 
         Places past d_max count as 0. A slot without drafts gets ``optimism`` standard deviations on top.
         """
-        drafted = self._drafted[slots]
         shift = self.effect[slots] + self.params.optimism * np.sqrt(self._variance[slots]) * (drafted == 0)
         place = drafted[:, None] + np.arange(horizon)
         chance = logistic(self._pooled_logit[np.minimum(place, self.d_max - 1)] + shift[:, None])

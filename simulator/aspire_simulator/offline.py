@@ -25,7 +25,16 @@ from numpy.typing import NDArray
 from aspire.errors import AspireError, InputError
 from aspire.evidence import write_evidence
 from aspire.scheduler.survival import SurvivalParams
-from aspire_simulator.offline_rules import Goodput, Hindsight, LengthRule, Paper, PositionSurvival, Rule, play_round
+from aspire_simulator.offline_rules import (
+    Goodput,
+    Hindsight,
+    Late,
+    LengthRule,
+    Paper,
+    PositionSurvival,
+    Rule,
+    play_round,
+)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -161,6 +170,7 @@ def rule_makers(recording: Recording, c: float, v: float) -> dict[str, Callable[
         "paper_priced": lambda: Paper(requests, c + v, d_max),
         "survival": lambda: PositionSurvival(requests, c + v, d_max),
         "goodput": lambda: Goodput(requests, c + v, d_max),
+        "goodput_late": lambda: Late(Goodput(requests, c + v, d_max)),
         "hindsight": lambda: Hindsight(requests, 0),
     }
 
@@ -272,6 +282,12 @@ def results_of(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             ),
             entry(f"{name}_priced", ratios(warm, base="paper_priced"), "the same, the paper's rule told v as well"),
             entry(f"{name}_cold", ratios(warm, "cold_rate"), "first half, both rules start without history"),
+            entry(
+                "policy.goodput_late_over_paper_offline",
+                np.array([cell["goodput_late"]["rate"] / cell["paper"]["rate"] for cell in warm]),
+                "goodput told of margins and outcomes one decision late, as when steps are planned ahead",
+                over_goodput=float(np.mean([cell["goodput_late"]["rate"] / cell["goodput"]["rate"] for cell in warm])),
+            ),
             entry(f"{name}_text", ratios(warm, "text_rate"), "second half, every rule writes the same text"),
             entry(
                 "policy.goodput_gap_over_paper_offline",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -107,7 +110,8 @@ class Goodput(Rule):
         self._believed = price if believed is None else believed
 
     def more(self, requests: Ints, drafted: int) -> NDArray[np.bool_]:
-        survival, upcoming = self.model.survival(requests), self.model.next_acceptance(requests)
+        held = np.full(len(requests), drafted)
+        survival, upcoming = self.model.survival(requests, held), self.model.next_acceptance(requests, held)
         return worth_drafting(survival, upcoming, self._believed, self._rate.rate)
 
     def drafted(self, requests: Ints, position: int, margin: Floats) -> None:
@@ -116,6 +120,31 @@ class Goodput(Rule):
     def verified(self, requests: Ints, drafted: Ints, accepted: Ints) -> None:
         self.model.observe_verified(requests, drafted, accepted)
         self._rate.observe(float((accepted + 1).sum()), float((1.0 + self._price * drafted).sum()))
+
+
+class Late(Rule):
+    """``rule`` told everything one decision late, as where a step is planned while the one before it runs.
+
+    It asks for a draft before it knows the margin of the last one, and begins a round before it knows what became of
+    the one before.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._news: list[Callable[[], None]] = []
+
+    def more(self, requests: Ints, drafted: int) -> NDArray[np.bool_]:
+        wanted = self._rule.more(requests, drafted)
+        for news in self._news:
+            news()
+        self._news.clear()
+        return wanted
+
+    def drafted(self, requests: Ints, position: int, margin: Floats) -> None:
+        self._news.append(partial(self._rule.drafted, requests, position, margin))
+
+    def verified(self, requests: Ints, drafted: Ints, accepted: Ints) -> None:
+        self._news.append(partial(self._rule.verified, requests, drafted, accepted))
 
 
 def play_round(rule: Rule, requests: Ints, margin: Floats, runs: Ints) -> tuple[Ints, Ints]:

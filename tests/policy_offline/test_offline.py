@@ -23,7 +23,7 @@ from aspire_simulator.offline import (
     rounds_of,
     rule_makers,
 )
-from aspire_simulator.offline_rules import Goodput, Hindsight, LengthRule, Paper, Rule, play_round
+from aspire_simulator.offline_rules import Goodput, Hindsight, Late, LengthRule, Paper, Rule, play_round
 
 ROUNDS = Path(__file__).parents[3] / "shared" / "data" / "smollm2_rounds.npz"
 
@@ -69,6 +69,35 @@ def test_rules_are_told_no_more_than_an_engine_would_see() -> None:
     play_round(spy, np.array([0, 1]), np.arange(20.0).reshape(2, 10), np.array([9, 1]))
     assert spy.shown == [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]
     assert spy.outcome == [(3, 3), (3, 1)]
+
+
+def test_late_news_arrive_in_order_behind_the_next_decision() -> None:
+    class Diary(Rule):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def more(self, requests: np.ndarray, drafted: int) -> np.ndarray:
+            self.lines.append(f"more {drafted}")
+            return np.full(len(requests), drafted < 2)
+
+        def drafted(self, requests: np.ndarray, position: int, margin: np.ndarray) -> None:
+            self.lines.append(f"drafted {position}")
+
+        def verified(self, requests: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+            self.lines.append("verified")
+
+    diary = Diary()
+    late = Late(diary)
+    for _ in range(2):
+        play_round(late, np.array([0]), np.ones((1, 5)), np.array([5]))
+    first = ["more 0", "more 1", "drafted 0", "more 2", "drafted 1"]
+    assert diary.lines == [*first, "more 0", "verified", *first[1:]]
+
+
+def test_goodput_told_late_drafts_a_little_too_far_and_still_beats_the_paper() -> None:
+    cells = [evaluate_cell(synthetic(40, 16, seed=seed), c, v) for seed in (1, 2) for c, v in PRICES]
+    late = np.array([cell["goodput_late"]["rate"] / cell["paper"]["rate"] for cell in cells])
+    assert 1.02 < late.mean() < ratios(cells).mean()
 
 
 def test_paper_rule_by_hand() -> None:

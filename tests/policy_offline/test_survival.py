@@ -79,12 +79,13 @@ class Oracle:
             self.var[slot] = self.p.effect_carry**2 * variance + (1 - self.p.effect_carry**2) * self.p.effect_variance
         return survival
 
-    def next_chance(self, slot: int, place: int) -> float:
-        """Of the draft at ``place`` of a look-ahead from no drafts, so with optimism."""
+    def next_chance(self, slot: int, place: int, optimism: float | None = None) -> float:
+        """Of the draft at ``place``, its margin unknown; by default of a look-ahead from no drafts: with optimism."""
         p = self.p
+        hope = p.optimism if optimism is None else optimism
         overall = (sum(self.right) + p.prior_acceptance * p.prior_trials) / (sum(self.seen) + p.prior_trials)
         pooled = (self.right[place] + p.position_trials * overall) / (self.seen[place] + p.position_trials)
-        z = math.log(pooled / (1 - pooled)) + self.u[slot] + p.optimism * math.sqrt(self.var[slot])
+        z = math.log(pooled / (1 - pooled)) + self.u[slot] + hope * math.sqrt(self.var[slot])
         return 1 / (1 + math.exp(-max(-12.0, min(12.0, z))))
 
 
@@ -98,11 +99,14 @@ def test_vectorised_equals_scalar_oracle(rounds: list[list[tuple[list[float], in
     np.testing.assert_allclose(model.weights, oracle.w, rtol=1e-7, atol=1e-9)
     one = np.array([slot])
     expected = [oracle.next_chance(slot, 0), oracle.next_chance(slot, 0) * oracle.next_chance(slot, 1)]
-    np.testing.assert_allclose(model.next_acceptance(one, 2)[0], expected, rtol=1e-7)
+    np.testing.assert_allclose(model.next_acceptance(one, np.array([0]), 2)[0], expected, rtol=1e-7)
     model.observe_drafts(one, np.array([0]), np.array([margin]))
     model.observe_drafts(one, np.array([1]), np.array([2 * margin]))
     product = oracle.chance(slot, 0, margin) * oracle.chance(slot, 1, 2 * margin)
-    np.testing.assert_allclose(model.survival(one), [product], rtol=1e-7)
+    np.testing.assert_allclose(model.survival(one, np.array([2])), [product], rtol=1e-7)
+    late = product * oracle.next_chance(slot, 2, optimism=0.0)
+    np.testing.assert_allclose(model.survival(one, np.array([3])), [late], rtol=1e-7)
+    assert model.survival(one, np.array([0])) == 1.0  # a new round, although the verification was not observed
 
 
 @given(batch_rounds, margins, margins)
@@ -112,16 +116,17 @@ def test_survival_is_a_probability_and_grows_with_the_margin(
     model = SurvivalModel(3, D_MAX)
     play(model, rounds)
     slots, low, high = np.arange(3), min(first, second), max(first, second)
-    assert (model.survival(slots) == 1.0).all()
+    none = np.zeros(3, dtype=int)
+    assert (model.survival(slots, none) == 1.0).all()
     chances = [model.acceptance(slots, np.zeros(3, dtype=int), np.full(3, margin)) for margin in (low, high)]
     assert (chances[0] <= chances[1]).all()
-    previous = model.survival(slots)
+    previous = model.survival(slots, none)
     for position in range(D_MAX):
         model.observe_drafts(slots, np.full(3, position), np.full(3, low))
-        now = model.survival(slots)
+        now = model.survival(slots, none + position + 1)
         assert ((now >= 0) & (now <= previous)).all()
         previous = now
-        ahead = model.next_acceptance(slots, 4)
+        ahead = model.next_acceptance(slots, none + position + 1, 4)
         assert ((ahead >= 0) & (ahead <= 1)).all() and (np.diff(ahead, axis=1) <= 0).all()
         assert (ahead[:, D_MAX - position - 1 :] == 0).all()  # no draft past d_max
 
@@ -198,17 +203,17 @@ def test_unknown_margins_count_as_the_mean_and_do_not_move_the_curve() -> None:
     assert (model.weights == before).all()
     assert model.effect[0] < 0 < model.effect[1]
     model.observe_drafts(np.array([0]), np.array([0]), np.array([float("nan")]))
-    assert 0.0 < model.survival(np.array([0]))[0] < 1.0
+    assert 0.0 < model.survival(np.array([0]), np.array([1]))[0] < 1.0
 
 
 def test_a_request_that_stopped_drafting_is_tried_again() -> None:
     """g = 0 for long: the request's bad record fades and its first draft looks worth it again."""
     model, slot = SurvivalModel(1, D_MAX), np.array([0])
     play(model, [[([2.0] * 4, 0)]] * 6)
-    low = model.next_acceptance(slot)[0, 0]
+    low = model.next_acceptance(slot, np.array([0]))[0, 0]
     for _ in range(40):
         model.observe_verified(slot, np.array([0]), np.array([0]))
-    assert model.next_acceptance(slot)[0, 0] > low + 0.2
+    assert model.next_acceptance(slot, np.array([0]))[0, 0] > low + 0.2
 
 
 def test_worth_drafting_compares_gain_with_price() -> None:
@@ -270,7 +275,7 @@ def test_calls_are_cheap_for_256_slots() -> None:
     place, seen, length = np.full(256, 3), np.linspace(0.0, 9.0, 256), np.full(256, 8)
     calls = {
         "drafts": lambda: model.observe_drafts(slots, place, seen),
-        "next": lambda: model.next_acceptance(slots),
+        "next": lambda: model.next_acceptance(slots, place),
         "verified": lambda: model.observe_verified(slots, length, slots % 9),
     }
     for name, call in calls.items():

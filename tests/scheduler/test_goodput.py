@@ -206,7 +206,7 @@ def test_unknown_margins_are_survived() -> None:
         actions = policy.plan(now)
         policy.observe(outcome(now, actions, 5, margin=float("nan")))
         drafted = np.where(actions == DRAFT, drafted + 1, 0)
-        assert np.isfinite(policy.survival.survival(view.slots)).all()
+        assert np.isfinite(policy.survival.survival(view.slots, drafted)).all()
     assert policy.speedup > 1.5
 
 

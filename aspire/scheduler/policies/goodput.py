@@ -176,10 +176,13 @@ class Goodput(Policy):
         price, ar_rate = self._price(view)
         rate = ar_rate * self.speedup
         fresh = view.drafted == 0
-        upcoming = self.survival.next_acceptance(view.slots)
+        survival = self.survival.survival(view.slots, view.drafted)
+        upcoming = self.survival.next_acceptance(view.slots, view.drafted)
         wanted = price * (1.0 + self.params.hysteresis)
-        draft = worth_drafting(self.survival.survival(view.slots), upcoming, wanted, rate)
+        draft = worth_drafting(survival, upcoming, wanted, rate)
         draft |= fresh & (self._idle[view.slots] >= self._patience[view.slots]) & (rate * wanted < 1.0)
+        # at once: what comes of this round may be observed only after the next one was planned
+        self._idle[view.slots[draft & fresh & view.can_draft]] = 0
         self.resting = not draft.any()  # autoregressive for now: no page mass is paid for
         return np.where(draft & (view.drafted < self.d_max), Action.DRAFT, Action.VERIFY).astype(np.int8)
 
