@@ -1,6 +1,6 @@
 """ASPIRE: non-synchronized batched self-speculative decoding, with a simulator and a cost-model calibrator.
 
-Generation   `LLM`, `SamplingParams`, `RequestOutput`, `CompletionOutput`
+Generation   `LLM`, `AsyncLLM`, `SamplingParams`, `RequestOutput`, `CompletionOutput`
 Engine       `EngineConfig`, `LLMEngine`
 Scheduling   `PolicySpec`, `SelectorSpec` (also in `aspire.scheduler`, which needs no torch)
 """
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aspire.async_llm import AsyncLLM
     from aspire.engine.config import EngineConfig
     from aspire.engine.llm_engine import LLMEngine
     from aspire.llm import LLM
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "LLM": "aspire.llm",
+    "AsyncLLM": "aspire.async_llm",
     "SamplingParams": "aspire.sampling_params",
     "RequestOutput": "aspire.outputs",
     "CompletionOutput": "aspire.outputs",
@@ -31,6 +33,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "LLMEngine",
