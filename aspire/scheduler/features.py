@@ -15,7 +15,8 @@ Floats = NDArray[np.float64]
 class StepFeatures:
     """Features of one step or of many: float64 arrays of one common shape (scalars are 0-d).
 
-    ``kv_tokens`` count tokens whose K and V are read in every layer; page = 16 tokens elsewhere, tokens here.
+    ``kv_tokens`` count tokens whose K and V are read in every layer; page = 16 tokens elsewhere, tokens here. All but
+    ``verify_width`` are sums over the rows of a step.
     """
 
     rows: Floats  # requests in the step
@@ -29,6 +30,7 @@ class StepFeatures:
     prefill_qkv: Floats  # sum over prefill rows of query tokens x context: attention compute of prefill
     select_kv_tokens: Floats  # context of rows whose page mass is computed in this step
     select_rows: Floats
+    verify_width: Floats  # query tokens of the widest verifying row; 0 = not known, the mean of them stands for it
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...] = ()) -> StepFeatures:
@@ -76,7 +78,9 @@ class StepFeatures:
         return cls.from_columns(matrix.T if matrix.ndim <= 2 else np.moveaxis(matrix, -1, 0))
 
     def __add__(self, other: StepFeatures) -> StepFeatures:
-        return StepFeatures.from_matrix(self.matrix() + other.matrix())
+        matrix = self.matrix() + other.matrix()
+        matrix[..., _PLACE["verify_width"]] = np.maximum(self.verify_width, other.verify_width)
+        return StepFeatures.from_matrix(matrix)
 
 
 FEATURES: tuple[str, ...] = tuple(field.name for field in fields(StepFeatures))

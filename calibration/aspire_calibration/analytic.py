@@ -98,7 +98,7 @@ MODELS: dict[str, ModelShape] = {
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, tied_head=False),
 }
 
-KERNELS_PER_LAYER = 9  # norm, qkv, rope + KV write, attention, combine, o, norm, gate-up + act, down
+KERNELS_PER_LAYER = 8  # norm, qkv, rope + KV write, attention, o, norm, gate-up + act, down
 
 
 def hardware_named(name: str) -> Hardware:
@@ -137,7 +137,7 @@ def analytic_model(
         Ramp("logits_rows"): logits_s,
         Ramp("sparse_kv_tokens"): kv_s,
         Ramp("verify_kv_tokens"): kv_s,
-        Ramp("prefill_qkv"): attention_s,
+        Ramp("prefill_pairs"): attention_s,
         Ramp("select_kv_tokens"): score_s,
         Ramp("select_rows"): device.launch_s / 4,
     }
@@ -188,10 +188,15 @@ BOUND = {
     "mean_context_octaves": "overhead",
     "select_context_octaves": "overhead",
     "mean_drafted": "overhead",
+    "verify_width": "overhead",
+    "widest_verify": "overhead",
+    "wide_kv_tokens": "memory",
+    "widest_kv_tokens": "memory",
     "padded_tokens": "compute",
     "verify_extra_qkv": "compute",
     "prefill_tokens": "compute",
     "prefill_qkv": "compute",
+    "prefill_pairs": "compute",
 }
 
 

@@ -118,6 +118,7 @@ class Cell:
                 total["full_kv_tokens"] += context
             if group.kind == "verify":
                 total["verify_rows"] += group.count
+                total["verify_width"] = max(total["verify_width"], group.query_tokens)
             if group.kind == "prefill":
                 total["prefill_tokens"] += group.count * group.query_tokens
                 total["prefill_qkv"] += group.query_tokens * context

@@ -6,7 +6,8 @@
 | linear | every feature its own price, one straight line each |
 | roofline | piecewise linear in GEMM tokens (weights, then compute) and KV tokens (latency, then bandwidth) |
 | staircase | roofline with a deviation for every GEMM size: a larger one may be faster when its kernel is better |
-| launches | graph steps: roofline, context length and verify width; steps without a graph priced apart |
+| launches | graph steps: roofline, context length and verify width; others: the larger of host and device work |
+| stairs | launches with a deviation for every GEMM size of the graphs |
 | overlap | the larger of host work and roofline device work: steps of small models wait for the host |
 | table | linear times an interpolation between measured cells |
 `*-ols` are the same terms by ordinary least squares on seconds: for comparison only, never kept.
@@ -23,6 +24,7 @@ import numpy as np
 from aspire.errors import check_choice
 from aspire.scheduler.features import Floats
 from aspire_calibration.launches import LaunchModel, fit_launches
+from aspire_calibration.overlap import fit_max, host_terms
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative, ordinary
 from aspire_calibration.staircase import fit_staircase
@@ -30,6 +32,10 @@ from aspire_calibration.table import TableModel
 from aspire_calibration.variables import INDEX, variable_rows
 
 LAST_SEGMENT = 4.0  # the last segment of a curve, along which it extrapolates, spans at least this factor
+LAUNCH_FORMS = {
+    "launches": "roofline, context and verify width; steps without a graph apart",
+    "stairs": "launches with a deviation per GEMM size",
+}
 MIN_PER_KNOT = 3  # distinct sampled values that a segment of a curve must hold
 
 
@@ -108,11 +114,6 @@ def roofline_terms(features: Floats) -> list[Ramp]:
     return out
 
 
-def host_terms(features: Floats) -> list[Ramp]:
-    names = ("one", "rows", "query_tokens", "draft_rows", "verify_rows", "prefill_tokens")
-    return [Ramp(name) for name in names if name == "one" or np.any(variable_rows(features, [name]))]
-
-
 def fit_sum(
     terms: Sequence[Ramp], features: Floats, seconds: Floats, weights: Floats | None, *, ols: bool = False
 ) -> RampModel:
@@ -123,38 +124,8 @@ def fit_sum(
 
 
 def fit_overlap(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
-    """max(host, device) by alternation: each branch is fitted to the steps where it is the larger one.
-
-    Starts from several splits by step time (short steps are host bound) and keeps the split that fits best; where the
-    host never binds, the result is the device branch alone.
-    """
-    matrices = [design(host_terms(features), features), design(roofline_terms(features), features)]
-    branches = (tuple(host_terms(features)), tuple(roofline_terms(features)))
-    weight = np.ones(len(seconds)) if weights is None else weights
-    device = nonnegative_relative(matrices[1], seconds, weights=weight)
-    best, best_loss = ([np.zeros(matrices[0].shape[1]), device], _loss(matrices[1] @ device, seconds, weight))
-    for quantile in (0.15, 0.3, 0.5):
-        bound = seconds <= np.quantile(seconds, quantile)
-        for _ in range(8):
-            if bound.sum() < 2 * matrices[0].shape[1] or (~bound).sum() < matrices[1].shape[1] // 2:
-                break
-            slopes = [
-                nonnegative_relative(matrix[mine], seconds[mine], weights=weight[mine], robust=False)
-                for matrix, mine in zip(matrices, (bound, ~bound), strict=True)
-            ]
-            host_s, device_s = (matrix @ slope for matrix, slope in zip(matrices, slopes, strict=True))
-            loss = _loss(np.maximum(host_s, device_s), seconds, weight)
-            if loss < best_loss:
-                best, best_loss = slopes, loss
-            bound, before = host_s > device_s, bound
-            if np.array_equal(bound, before):
-                break
-    slopes_out = tuple(tuple(float(s) for s in slope) for slope in best)
-    return RampModel(branches, slopes_out, ("host", "device"))
-
-
-def _loss(predicted_s: Floats, seconds: Floats, weight: Floats) -> float:
-    return float(np.average(np.abs(predicted_s / seconds - 1.0), weights=weight))
+    """max(host, device), see `aspire_calibration.overlap`."""
+    return fit_max(host_terms(features), roofline_terms(features), features, seconds, weights)
 
 
 def _sum_form(name: str, title: str, terms: Callable[[Floats], list[Ramp]], *, ols: bool = False) -> Form:
@@ -168,12 +139,11 @@ def _fit_staircase(features: Floats, seconds: Floats, weights: Floats | None) ->
     return fit_staircase(roofline_terms(features), features, seconds, weights)
 
 
-def _launches_form(graph_tokens: float = np.inf) -> Form:
+def _launches_form(name: str, graph_tokens: float = np.inf) -> Form:
     def fit(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
-        return fit_launches(roofline_terms, features, seconds, weights, graph_tokens)
+        return fit_launches(roofline_terms, features, seconds, weights, graph_tokens, stairs=name == "stairs")
 
-    title = "roofline, context and verify width; steps without a graph apart"
-    return Form("launches", title, fit, monotone=False, handicap=1.1)
+    return Form(name, LAUNCH_FORMS[name], fit, monotone=False, handicap=1.1)
 
 
 def _fit_table(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
@@ -188,7 +158,7 @@ FORMS: dict[str, Form] = {
         _sum_form("linear", "one price per feature", linear_terms),
         _sum_form("roofline", "piecewise linear in GEMM and KV tokens", roofline_terms),
         Form("staircase", "roofline with a deviation per GEMM size", _fit_staircase, monotone=False, handicap=1.1),
-        _launches_form(),
+        *map(_launches_form, LAUNCH_FORMS),
         Form("overlap", "max of host and roofline device work", fit_overlap),
         Form("table", "linear x interpolation between cells", _fit_table, monotone=False, handicap=1.25),
         _sum_form("paper-ols", "three terms, ordinary least squares", paper_terms, ols=True),
@@ -202,7 +172,8 @@ def forms_named(names: Sequence[str] | None = None, graph_buckets: Sequence[int]
 
     ``graph_buckets``: of the engine that was timed; larger steps ran without a graph.
     """
-    known = {**FORMS, "launches": _launches_form(float(max(graph_buckets, default=np.inf)))}
+    largest = float(max(graph_buckets, default=np.inf))
+    known = {**FORMS, **{name: _launches_form(name, largest) for name in LAUNCH_FORMS}}
     return [known[check_choice("form", name, known)] for name in (names or known)]
 
 

@@ -180,6 +180,19 @@ def _regimes(
         checking = verify(n - drafting, length, int(tokens), select=limits.select_verify)
         return mixed(draft(drafting, length, sparse), checking)
 
+    def mixed_uneven_cell(count: float, context: float, share: float) -> Cell:
+        """As policies that follow each request run: most rows draft, the others verify rounds of different lengths."""
+        n = max(4, limits.rows_for(count, limits.d_max + 1))
+        drafting = min(n - 2, max(1, round(n * share)))
+        length = limits.context_for(n, context, limits.d_max + 1)
+        lengths = sorted({1, limits.d_max // 4, limits.d_max})[-min(3, n - drafting) :]
+        each, more = divmod(n - drafting, len(lengths))
+        checking = [
+            verify(each + (index < more), length, tokens, select=limits.select_verify)
+            for index, tokens in enumerate(lengths)
+        ]
+        return mixed(draft(drafting, length, limits.sparse_for(length)), *checking)
+
     def prefill_cell(chunk: float, context: float) -> Cell:
         return prefill(int(chunk), limits.context_for(1, max(context, chunk), int(chunk)))
 
@@ -228,6 +241,8 @@ def _regimes(
     if limits.max_num_seqs >= 2:
         some = [d for d in (0, 3, 8) if d <= limits.d_max]
         table["mixed"] = ((rows[1:], contexts, fractions, some), mixed_cell)
+    if limits.max_num_seqs >= 4 and limits.d_max >= 4:
+        table["mixed-uneven"] = ((rows[2:], contexts, (1 / 2, 3 / 4, 7 / 8)), mixed_uneven_cell)
     if with_prefill:
         table["prefill"] = ((chunks, contexts), prefill_cell)
         if limits.max_num_seqs >= 2:

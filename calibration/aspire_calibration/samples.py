@@ -172,7 +172,8 @@ class Sample:
     def from_json(cls, data: Any, header: SamplesHeader) -> Sample:
         """Inverse of `to_json`; features that the line lacks are derived from the cell."""
         cell = Cell.from_json(data["cell"], heldout=bool(data.get("heldout", False)))
-        features = StepFeatures.of(**data["features"]) if "features" in data else header.features_of(cell)
+        derived = {name: float(getattr(header.features_of(cell), name)) for name in FEATURES}
+        features = StepFeatures.of(**{**derived, **data.get("features", {})})
         repeats = tuple(float(value) for value in data.get("repeats_s", ()))
         if not repeats and "skipped" not in data:
             raise ValueError("no repeats_s")

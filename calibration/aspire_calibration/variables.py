@@ -12,6 +12,7 @@ INDEX = {name: position for position, name in enumerate(FEATURES)}
 ROWS, QUERY, DRAFT_ROWS, VERIFY_ROWS = (INDEX[n] for n in ("rows", "query_tokens", "draft_rows", "verify_rows"))
 PREFILL, PREFILL_QKV = INDEX["prefill_tokens"], INDEX["prefill_qkv"]
 FULL_KV, SELECT_KV, SELECT_ROWS = (INDEX[n] for n in ("full_kv_tokens", "select_kv_tokens", "select_rows"))
+VERIFY_WIDTH = INDEX["verify_width"]
 SHORT_CONTEXT = 128.0  # tokens: no step tells shorter contexts apart
 
 # name -> (unit of the variable, definition)
@@ -37,6 +38,11 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "mean_context_octaves": ("octave", "log2 of (mean context of full rows / 128 tokens), at least 0"),
     "select_context_octaves": ("octave", "mean_context_octaves in steps that compute page mass, else 0"),
     "wide_select_kv_tokens": ("token", "select_kv_tokens in steps where some row verifies drafts, else 0"),
+    "verify_width": ("token", "query tokens of the widest verifying row; 0 where the step does not tell it"),
+    "widest_verify": ("token", "verify_width, or where it is not told the mean query tokens of verifying rows"),
+    "wide_kv_tokens": ("token", "verify_kv_tokens in steps where some row verifies drafts, else 0"),
+    "widest_kv_tokens": ("token", "verify_kv_tokens in steps where some row verifies more than 8 drafts, else 0"),
+    "prefill_pairs": ("token^2", "query-key pairs of causal prefill: prefill_qkv - prefill_tokens^2 / (2 rows)"),
 }
 
 
@@ -93,6 +99,18 @@ def _verify_extra_qkv(f: Floats) -> Floats:
     return np.asarray(_verify_kv_tokens(f) * _mean_drafted(f))
 
 
+def _widest_verify(f: Floats) -> Floats:
+    mean = 1.0 + _mean_drafted(f)
+    return np.asarray(np.where(f[VERIFY_WIDTH] > 0, f[VERIFY_WIDTH], mean) * (f[VERIFY_ROWS] > 0))
+
+
+def _prefill_pairs(f: Floats) -> Floats:
+    """Exact where the prefill rows of a step are equally long, as they are in a step with one."""
+    prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
+    within = 0.5 * f[PREFILL] ** 2 / np.maximum(prefill_rows, 1.0)
+    return np.asarray(np.maximum(f[PREFILL_QKV] - within, 0.0))
+
+
 def _mean_context_octaves(f: Floats) -> Floats:
     full_rows = f[ROWS] - f[DRAFT_ROWS]
     # without full rows, full_kv_tokens are those of layers that draft rows read in full
@@ -107,5 +125,9 @@ PRODUCTS: dict[str, Callable[[Floats], Floats | float]] = {
     "mean_drafted": _mean_drafted,
     "mean_context_octaves": _mean_context_octaves,
     "select_context_octaves": lambda f: _mean_context_octaves(f) * (f[SELECT_ROWS] > 0),
-    "wide_select_kv_tokens": lambda f: f[SELECT_KV] * (_mean_drafted(f) > 0),
+    "wide_select_kv_tokens": lambda f: f[SELECT_KV] * (_widest_verify(f) > 1),
+    "widest_verify": _widest_verify,
+    "wide_kv_tokens": lambda f: _verify_kv_tokens(f) * (_widest_verify(f) > 1),
+    "widest_kv_tokens": lambda f: _verify_kv_tokens(f) * (_widest_verify(f) > 9),
+    "prefill_pairs": _prefill_pairs,
 }
