@@ -14,7 +14,7 @@ import json
 import random
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,12 +45,36 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its text, or its token ids where a length was asked for, and its ``max_tokens`` if the file says."""
+    """One prompt: its text, its token ids where a length mattered, and its ``max_tokens`` if the file says."""
 
     prompt_id: str
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What a model takes: token ids below ``vocab_size``, fewer than ``max_model_len`` of them; None = not checked."""
+
+    vocab_size: int | None
+    max_model_len: int | None
+    tokenizer: Tokenizer | None
+
+    def checked(self, prompt: Prompt) -> Prompt:
+        """``prompt``, with its tokens where they had to be counted; raises ValueError for one that cannot run."""
+        vocab, longest = self.vocab_size, self.max_model_len
+        if prompt.token_ids is not None and vocab is not None:
+            for token in prompt.token_ids:
+                if token >= vocab:
+                    raise ValueError(f"token id {token}; the model's vocabulary is 0..{vocab - 1}")
+        if longest is not None and prompt.token_ids is None and self.tokenizer is not None:
+            prompt = replace(prompt, token_ids=tuple(self.tokenizer.encode(prompt.text or "")))
+        if longest is not None and prompt.token_ids is not None and len(prompt.token_ids) >= longest:
+            raise ValueError(
+                f"{len(prompt.token_ids)} tokens; max-model-len {longest} leaves no room for output, shorten the prompt"
+            )
+        return prompt
 
 
 def load_prompts(
@@ -61,12 +85,15 @@ def load_prompts(
     num_prompts: int | None = None,
     input_len: int | None = None,
     vocab_size: int | None = None,
+    max_model_len: int | None = None,
     seed: int = 0,
     chat: bool = True,
     on_error: str = "fail",
     skipped: list[str] | None = None,
 ) -> list[Prompt]:
     """``num_prompts`` prompts of data set ``dataset_name``, each of exactly ``input_len`` tokens when that is given.
+
+    ``vocab_size`` and ``max_model_len`` are the model's; a line that they forbid counts as malformed.
 
     ``chat`` wraps real text in the tokenizer's chat template where it has one. With ``on_error`` skip, malformed lines
     of a file are left out and described in ``skipped``. Raises `InputError` or `UsageError`.
@@ -82,7 +109,10 @@ def load_prompts(
     if dataset_name == "random":
         return _random_prompts(num_prompts or 1, input_len or 1024, vocab_size, seed)
     if dataset_path is not None:
-        prompts = read_jsonl(dataset_path, tokenizer=tokenizer, chat=chat, on_error=on_error, skipped=skipped)
+        limits = _Limits(vocab_size, None if input_len else max_model_len, tokenizer)  # longer ones are cut
+        prompts = read_jsonl(
+            dataset_path, tokenizer=tokenizer, chat=chat, on_error=on_error, skipped=skipped, limits=limits
+        )
         if num_prompts is not None:
             prompts = [prompts[index % len(prompts)] for index in range(num_prompts)]
         return [_cut(prompt, input_len, tokenizer) for prompt in prompts] if input_len else prompts
@@ -99,6 +129,7 @@ def read_jsonl(
     chat: bool = True,
     on_error: str = "fail",
     skipped: list[str] | None = None,
+    limits: _Limits | None = None,
 ) -> list[Prompt]:
     """All prompts of a JSONL file. A malformed line raises `InputError` with its number, or is skipped and noted."""
     source = Path(path)
@@ -117,6 +148,8 @@ def read_jsonl(
             prompt = _parse_line(line, number, tokenizer, chat)
             if prompt.prompt_id in seen:
                 raise ValueError(f"id '{prompt.prompt_id}' was used on line {seen[prompt.prompt_id]} already")
+            if limits is not None:
+                prompt = limits.checked(prompt)
         except ValueError as error:
             problem = f"{source} line {number}: {error}"
             if on_error == "fail":

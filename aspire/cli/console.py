@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from aspire.errors import InputError
+
 HEARTBEAT_S = 10.0
 
 
@@ -44,12 +46,12 @@ class Console:
     def data(self, text: str) -> None:
         """A line of the result on stdout; left out with ``--json``, where `result` carries it."""
         if not self.json:
-            print(text, flush=True)
+            _print(text)
 
     def result(self, document: Mapping[str, Any]) -> None:
         """The whole result as JSON on stdout, with ``--json`` only."""
         if self.json:
-            print(json.dumps(plain(document), indent=1, allow_nan=False), flush=True)
+            _print(json.dumps(plain(document), indent=1, allow_nan=False))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str | None = None) -> None:
         """A table on stdout: numbers to the right; plain text where stdout is no terminal."""
@@ -71,7 +73,7 @@ class Console:
         with console.capture() as captured:
             console.print(table)
         lines = captured.get().splitlines()
-        print("\n".join(line.rstrip() for line in lines if line.strip()), flush=True)
+        _print("\n".join(line.rstrip() for line in lines if line.strip()))
 
     @contextmanager
     def progress(self, label: str, total: float | None = None) -> Iterator[Progress]:
@@ -81,6 +83,19 @@ class Console:
             yield progress
         finally:
             progress.close()
+
+
+def _print(text: str) -> None:
+    """A line on stdout; raises `InputError` when there is no room for it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer has nowhere to go
+        raise InputError(
+            f"cannot write to stdout: {error.strerror or error}; free space or send it elsewhere"
+        ) from error
 
 
 class Progress:

@@ -53,7 +53,8 @@ def _generate(
     if prompt:
         prompts = [Prompt(f"prompt-{index}", text=_chat(llm, text, source)) for index, text in enumerate(prompt)]
     else:
-        prompts = source.prompts(_tokenizer(llm), llm.engine.loaded.config.vocab_size, seed, console)
+        vocab_size, longest = llm.engine.loaded.config.vocab_size, llm.engine.scheduler_config.max_model_len
+        prompts = source.prompts(_tokenizer(llm), vocab_size, seed, console, longest)
     params = source.params(prompts, seed)
     todo = [index for index, one in enumerate(prompts) if one.prompt_id not in done]
     if not todo:
@@ -79,6 +80,8 @@ def _generate(
         if output is None or prompt:
             console.data(f"--- {one.request_id} ({_reason(one)})\n{one.outputs[0].text}")
     failed = [one for one in outputs if one.outputs[0].finish_reason == "error"]
+    for one in failed:
+        console.warn(f"request '{one.request_id}' failed: its logits were not finite; the others went on")
     _say_rates(console, spec, summary)
     if output is not None:
         console.wrote(output, f"{len(outputs)} outputs")
@@ -178,7 +181,7 @@ class _Writer:
 
 def _finished(path: Path | None, resume: bool) -> set[str]:
     """Ids in an output file to be continued; a torn last line (a killed run) is cut off."""
-    if path is None or not path.exists():
+    if path is None or not path.exists() or path.is_char_device() or path.is_fifo():
         return set()
     if not resume:
         raise UsageError(f"{path} exists; continue it with --resume, or choose another --output")

@@ -34,6 +34,8 @@ COMMANDS = (
     "doctor",
 )
 
+_INTERRUPTED = 130  # as a shell reports SIGINT
+
 _EPILOG = (
     "The loop: profile -> calibrate -> simulate -> tune -> generate or bench -> validate, report. "
     "Each step reads the file of the step before and names the next command."
@@ -101,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         group = typer.main.get_command(build_app())
         given = None if arguments is None else list(arguments)
         code = group.main(args=given, prog_name="aspire", standalone_mode=False)
+        if code == _INTERRUPTED:  # typer makes a code of KeyboardInterrupt
+            raise KeyboardInterrupt
         sys.stdout.flush()
         raise SystemExit(code if isinstance(code, int) else 0)
     except SystemExit:
@@ -110,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; what was finished is on disk", 130)
+        _fail("interrupted; what was finished is on disk", _INTERRUPTED)
     except BrokenPipeError:  # the reader of stdout went away, e.g. `aspire ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

@@ -80,11 +80,19 @@ class PromptChoice:
     source: dict[str, Any]
     sampling: dict[str, Any]
 
-    def prompts(self, tokenizer: Any, vocab_size: int, seed: int, console: Console) -> list[Prompt]:
+    def prompts(
+        self, tokenizer: Any, vocab_size: int, seed: int, console: Console, max_model_len: int | None = None
+    ) -> list[Prompt]:
         """The prompts; says which lines of a file were skipped."""
         skipped: list[str] = []
         found = load_prompts(
-            self.dataset_name, tokenizer=tokenizer, vocab_size=vocab_size, seed=seed, skipped=skipped, **self.source
+            self.dataset_name,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            seed=seed,
+            skipped=skipped,
+            **self.source,
         )
         for line in skipped:
             console.warn(f"skipped {line}")
