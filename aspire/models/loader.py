@@ -20,6 +20,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -122,7 +123,8 @@ def _from_path(path: Path, load_format: str) -> ModelSource:
                 "config.json; give a folder with config.json and .safetensors files, or one .gguf file"
             )
     if path.is_dir():
-        return ModelSource(ModelConfig.from_hf(path), path, path)
+        has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
+        return ModelSource(ModelConfig.from_hf(path), path, path if has_tokenizer else None)
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is not a .gguf file; give a .gguf file or a folder with config.json and .safetensors")
     if load_format == "safetensors":

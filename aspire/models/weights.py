@@ -15,6 +15,7 @@ from aspire.models.config import ModelConfig
 from aspire.models.decoder import DecoderWeights, LayerWeights
 
 # Older checkpoints store tables that follow from the config
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias")
 
 
@@ -116,10 +117,24 @@ def load_safetensors(
     """
     files = safetensors_files(folder)
     found: dict[str, tuple[int, ...]] = {}
+    coded: list[str] = []
     try:
         for file in files:
             with safe_open(file, framework="pt") as tensors:
-                found.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
+                names = list(tensors.keys())
+                if twice := sorted(set(names) & set(found)):
+                    raise ModelError(
+                        f"{count_and_list(twice)} of {file} in another file of {folder}, too; "
+                        "remove the files that do not belong to the model"
+                    )
+                slices = {name: tensors.get_slice(name) for name in names}
+                found.update({name: tuple(part.get_shape()) for name, part in slices.items()})
+                coded += [name for name, part in slices.items() if part.get_dtype() not in _PLAIN_DTYPES]
+        if coded:
+            raise ModelError(
+                f"{count_and_list(sorted(coded))} in {folder} of another dtype than float32, float16 or bfloat16; "
+                "give weights that are not quantized"
+            )
         check_tensors(config, found, str(folder))
         weights = allocate_weights(config, dtype, device)
         views = named_views(config, weights)
