@@ -41,16 +41,15 @@ def command(
     for path in paths:
         console.say(f"replaying {path}")
         check = validate_run(path, prices)
-        steps = _step_times(path, prices)
         composition = check.composition
         console.data(f"{path}: {check.policy}")
         console.data(f"composition: {composition.equal_steps} of {composition.steps} steps reproduced")
         if composition.difference:
             console.data(f"first difference: {composition.difference}")
-        console.data(f"step times: {steps.text()}")
+        console.data(f"step times: {check.step_times.text()}")
         rows = [[c.metric, c.measured, c.simulated, f"{c.error:+.1%}", c.verdict] for c in check.comparisons]
         console.table(["metric", "measured", "simulated", "error", "verdict"], rows)
-        reports.append({**check.to_dict(), "step_times": steps.to_json()})
+        reports.append(check.to_dict())
     passed = all(report["passed"] for report in reports)
     console.data(f"verdict: {'PASS' if passed else 'WARN'}")
     document = {"passed": passed, "runs": reports}
@@ -67,16 +66,3 @@ def _open(path: Path, console: Console) -> Any:
     from aspire_calibration import load_cost_model
 
     return load_cost_model(existing_file(path, "cost model", "aspire calibrate"), warn=console.warn)
-
-
-def _step_times(path: Path, prices: Any) -> Any:
-    """Predicted against observed seconds of every step."""
-    from aspire.rundir import read_run
-    from aspire.scheduler import StepFeatures
-    from aspire_calibration import validate_steps
-    from aspire_simulator.replaying import recorded_cost_model
-
-    run = read_run(path)
-    return validate_steps(
-        prices or recorded_cost_model(run), StepFeatures.from_matrix(run.steps.features), run.steps.duration_s
-    )

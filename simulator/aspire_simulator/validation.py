@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from aspire.errors import InputError
 from aspire.rundir import Run, read_run
-from aspire.runlog import VERIFY, StepLog
-from aspire.scheduler import CostModel
+from aspire.runlog import PREFILL, VERIFY, StepLog
+from aspire.scheduler import CostModel, StepFeatures
+from aspire_calibration import RunValidation, validate_steps
 from aspire_simulator.acceptance import AcceptanceModel, Outcomes
 from aspire_simulator.executor import simulate
 from aspire_simulator.metrics import summarize
@@ -138,7 +139,10 @@ class RunCheck:
 
     path: str
     policy: str
+    rows: int  # most rows in a step
+    context_tokens: float  # mean context of the decoding rows, drafts left out
     composition: ReplayReport
+    step_times: RunValidation  # every step as recorded, priced by the cost model
     comparisons: tuple[Comparison, ...]
 
     @property
@@ -151,10 +155,13 @@ class RunCheck:
         return {
             "run": self.path,
             "policy": self.policy,
+            "rows": self.rows,
+            "context_tokens": self.context_tokens,
             "passed": self.passed,
             "steps": self.composition.steps,
             "steps_equal_share": self.composition.equal_share,
             "first_difference": self.composition.difference,
+            "step_times": self.step_times.to_json(),
             "metrics": [
                 {
                     "metric": item.metric,
@@ -173,10 +180,9 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     """Check the run directory ``path`` against the simulator.
 
     1. Replay: the scheduler must compose every recorded step again.
-    2. Simulation: the same requests and acceptance outcomes on the simulated clock, with the cost model (default: the
-    one in
-       config.json) deciding how long each step takes; throughput must agree within 6 %, latency percentiles within 10
-       %.
+    2. Step times: every recorded step, priced by the cost model (default: the one in config.json).
+    3. Simulation: the same requests and acceptance outcomes on the simulated clock, the cost model deciding how long
+       each step takes; throughput must agree within 6 %, latency percentiles within 10 %.
     Raises `InputError` when the run has no rows or there is no cost model.
     """
     run = read_run(path)
@@ -188,28 +194,34 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     finished = np.flatnonzero(~np.isnan(run.requests.finish_s) & (run.requests.output_tokens > 0))
     if not len(finished):
         raise InputError(f"run {path} finished no request; there is nothing to compare")
-    simulated = simulate(_workload(run, finished), policy, model, _outcomes(run, finished), config)
+    steps = run.steps
+    step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s)
+    arrival_s = run.requests.arrival_s[finished] - steps.start_s[0]
+    simulated = simulate(_workload(run, finished, arrival_s), policy, model, _outcomes(run, finished), config)
+    simulated.requests.arrival_s[:] = arrival_s  # those before the first step waited for it
     measured, expected = summarize(run), summarize(simulated)
     comparisons = [
         Comparison(name, measured[name], expected[name], THROUGHPUT_BAND if name in THROUGHPUTS else LATENCY_BAND)
         for name in (*THROUGHPUTS, *LATENCIES)
         if measured.get(name) and expected.get(name) is not None
     ]
-    return RunCheck(str(path), policy.label, composition, tuple(comparisons))
+    decoding = steps.column("mode") != PREFILL
+    context = float(steps.column("context")[decoding].mean()) if decoding.any() else 0.0
+    rows = int(np.diff(steps.row_end, prepend=0).max())
+    return RunCheck(str(path), policy.label, rows, context, composition, step_times, tuple(comparisons))
 
 
-def _workload(run: Run, which: NDArray[np.int64]) -> Workload:
+def _workload(run: Run, which: NDArray[np.int64], arrival_s: Floats) -> Workload:
+    """The requests ``which``, arriving at ``arrival_s`` [n] after the first step's start, or queued before it."""
     table = run.requests
-    arrival_s = table.arrival_s[which]
-    work = Workload(
+    if (np.diff(arrival_s) < 0).any():
+        raise InputError("requests.csv of the run is not ordered by arrival; record the run with this version")
+    return Workload(
         name="recorded run",
-        arrival_s=arrival_s - arrival_s.min(),
+        arrival_s=np.maximum(arrival_s, 0.0),
         prompt_tokens=table.prompt_tokens[which],
         output_tokens=table.output_tokens[which],
     )
-    if (np.diff(work.arrival_s) < 0).any():
-        raise InputError("requests.csv of the run is not ordered by arrival; record the run with this version")
-    return work
 
 
 def _outcomes(run: Run, which: NDArray[np.int64]) -> ExactOutcomes:
