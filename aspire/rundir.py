@@ -172,6 +172,7 @@ def _step_lines(steps: StepLog, first: int, last: int, rows: bool) -> Iterator[s
         line: dict[str, Any] = {
             "start_s": float(steps.start_s[step]),
             "duration_s": float(steps.duration_s[step]),
+            "planned_s": float(steps.planned_s[step]),
             "features": steps.features[step].tolist(),
         }
         if not rows:
@@ -213,7 +214,7 @@ def _append_line(steps: StepLog, line: Mapping[str, Any], renumber: Sequence[int
     rows = {name: np.asarray(line.get(name, ()), dtype=np.int32) for name in ROW_COLUMNS}
     margin = np.full(len(rows["slot"]), np.nan, dtype=np.float32)
     margin[np.asarray(line.get("margin_row", ()), dtype=np.int64)] = line.get("margin", ())
-    steps.append(line["start_s"], line["duration_s"], features, margin=margin, **rows)
+    steps.append(line["start_s"], line["duration_s"], features, margin=margin, planned_s=line.get("planned_s"), **rows)
 
 
 def _plain(value: Any) -> Any:

@@ -45,7 +45,7 @@ class StepLog:
     def __init__(self, reserve_rows: int = 16384) -> None:
         self._steps = 0
         self._rows = 0
-        self._times = np.zeros((2, 1024))  # start_s, duration_s
+        self._times = np.zeros((3, 1024))  # start_s, duration_s, planned_s
         self._features = np.zeros((1024, len(FEATURES)))
         self._row_end = np.zeros(1024, dtype=np.int64)
         self._columns = np.empty((len(ROW_COLUMNS), max(1, reserve_rows)), dtype=np.int32)
@@ -68,6 +68,18 @@ class StepLog:
     def duration_s(self) -> Floats:
         """[steps]"""
         return self._times[1, : self._steps]
+
+    @property
+    def planned_s(self) -> Floats:
+        """[steps]: when each step was composed: before it began, where steps are planned ahead."""
+        return self._times[2, : self._steps]
+
+    @property
+    def planned_ahead(self) -> NDArray[np.bool_]:
+        """[steps]: whether the outcome of the step before was not known yet."""
+        ahead = np.zeros(self._steps, dtype=bool)
+        ahead[1:] = self.planned_s[1:] < (self.start_s + self.duration_s)[:-1]
+        return ahead
 
     @property
     def features(self) -> Floats:
@@ -113,6 +125,7 @@ class StepLog:
         committed: Any,
         finished: Any,
         margin: Any = None,  # [rows] float, or None when nothing drafted
+        planned_s: float | None = None,  # default: start_s
     ) -> None:
         """Log one step. Row arguments are arrays of one length (or scalars that hold for every row)."""
         count = len(slot)
@@ -126,6 +139,7 @@ class StepLog:
             self._columns, self._margin = _doubled(self._columns, 1), _doubled(self._margin, 0)
         self._times[0, step] = start_s
         self._times[1, step] = duration_s
+        self._times[2, step] = start_s if planned_s is None else planned_s
         self._features[step] = features
         self._row_end[step] = last
         block = self._columns[:, first:last]
@@ -200,6 +214,7 @@ def log_step(
     owner: NDArray[np.int64],  # [rows] request number of each row
     start_s: float,
     finished: NDArray[np.bool_],  # [rows]
+    planned_s: float | None = None,
 ) -> None:
     """Append a step to the log; the engine and the simulator call the same function."""
     draft = plan.modes == DRAFT
@@ -217,6 +232,7 @@ def log_step(
         committed=outcome.committed,
         finished=finished,
         margin=outcome.margin,
+        planned_s=planned_s,
     )
 
 

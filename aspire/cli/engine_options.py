@@ -45,6 +45,14 @@ def engine_choice(
         int, typer.Option("--tensor-parallel-size", min=1, help="GPUs a model is spread over.")
     ] = 1,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Plan each step while the one before runs.",
+            show_default="on a GPU",
+        ),
+    ] = None,
     attention_backend: Annotated[str, typer.Option("--attention-backend", help="auto, triton or reference.")] = "auto",
     cost_model: Annotated[
         Path | None,
@@ -93,6 +101,7 @@ def engine_choice(
         "num_pages": num_pages,
         "tensor_parallel_size": tensor_parallel_size,
         "enforce_eager": enforce_eager,
+        "async_scheduling": async_scheduling,
         "attention_backend": attention_backend,
         "seed": seed,
         "cost_model": existing_file(cost_model, "cost model", "aspire calibrate") if cost_model else None,

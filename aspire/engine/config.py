@@ -17,7 +17,8 @@ class EngineConfig:
     sizes the KV pool from memory. ``policy`` is a `PolicySpec`, a policy.json path or ``kind:key=value+selector``.
     ``cost_model`` is a cost_model.json path; one made for another setup raises `MismatchError` unless
     ``allow_mismatch``. ``synthetic_acceptance_rates`` (by draft position) replaces acceptance by draws, for models
-    without trained weights; every output then says so.
+    without trained weights; every output then says so. ``async_scheduling`` plans each step while the one before runs
+    (None: on a GPU); outputs do not change, policies see evidence that is one step old.
     """
 
     model: str = "smollm2-135m"
@@ -32,6 +33,7 @@ class EngineConfig:
     num_pages: int | None = None
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     attention_backend: str = "auto"
     seed: int = 0
     policy: PolicySpec | str = field(default_factory=PolicySpec)

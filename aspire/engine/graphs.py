@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aspire.engine.step_input import Shape, StepInput, host_buffer
@@ -27,17 +28,32 @@ _CUTS = (2, 8)  # layers before which a new graph begins
 
 
 @dataclass
+class _HostEnd:
+    """Page-locked buffers of one launch. A graph has two sets, used in turn: while a step runs, the host already fills
+    the input of the next and may not yet have read the result of the one before."""
+
+    upload: Tensor
+    inp: StepInput
+    result: Tensor
+    done: torch.cuda.Event
+
+    @classmethod
+    def of(cls, shape: Shape, packed: Tensor) -> _HostEnd:
+        """Buffers for inputs of ``shape`` and results like ``packed``."""
+        upload, view = host_buffer(shape.size, pinned=True)
+        result = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        return cls(upload, StepInput(shape, view), result, torch.cuda.Event())
+
+
+@dataclass
 class _Captured:
     """A graph with the buffers that it reads and writes."""
 
     graphs: list[torch.cuda.CUDAGraph]
-    host: Tensor  # page-locked
-    host_input: StepInput
     device_input: StepInput
     packed: Tensor  # on the device
-    result: Tensor  # page-locked
-    result_view: np.ndarray
-    done: torch.cuda.Event
+    ends: tuple[_HostEnd, _HostEnd]
+    launches: int = 0
 
     def replay(self) -> None:
         """Launch the whole step."""
@@ -68,31 +84,35 @@ class GraphCache:
         few_pages = len(plan.new_pages) <= _PAGES_PER_ROW * plan.num_rows
         return few_pages and plan.num_query_tokens <= self._buckets[-1] and not (plan.modes == Mode.PREFILL).any()
 
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Start the step by replaying its graphs, captured first if need be; the returned call waits for its result."""
+    def launch(self, plan: StepPlan, forced: NDArray[np.int64] | None) -> Callable[[], StepResult]:
+        """Start the step by replaying its graphs, captured first if need be; the returned call waits for its result.
+
+        At most two steps may be in flight.
+        """
         from aspire.engine.runner import StepBounds
 
         tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
         rows = int(self._row_buckets[np.searchsorted(self._row_buckets, plan.num_rows)])
-        shape = Shape(tokens, rows, tokens, self._runner.config.max_num_seqs, _PAGES_PER_ROW * rows)
+        shape = Shape(tokens, rows, tokens, _PAGES_PER_ROW * rows)
         bounds = StepBounds.for_graph(plan, self._runner.config.max_model_len)
         key = (shape, bounds, id(self._runner.lists))
         captured = self._graphs.get(key)
         if captured is None:
             start = time.perf_counter()
-            captured = self._graphs[key] = self._capture(shape, bounds, plan)
+            captured = self._graphs[key] = self._capture(shape, bounds)
             torch.cuda.synchronize()
             self._runner.capture_s += time.perf_counter() - start
-        else:
-            self._runner.fill(captured.host_input, plan)
-            captured.device_input.buffer.copy_(captured.host, non_blocking=True)
+        end = captured.ends[captured.launches % 2]
+        captured.launches += 1
+        self._runner.fill(end.inp, plan, forced)
+        captured.device_input.buffer.copy_(end.upload, non_blocking=True)
         captured.replay()
-        captured.result.copy_(captured.packed, non_blocking=True)
-        captured.done.record()
+        end.result.copy_(captured.packed, non_blocking=True)
+        end.done.record()
 
         def wait() -> StepResult:
-            captured.done.synchronize()
-            return self._runner.unpack(captured.result_view, plan, tokens)
+            end.done.synchronize()
+            return self._runner.unpack(end.result.numpy(), plan, tokens)
 
         return wait
 
@@ -109,16 +129,15 @@ class GraphCache:
             times.append(start.elapsed_time(end) * 1e-3)
         return float(np.median(times))
 
-    def _capture(self, shape: Shape, bounds: StepBounds, plan: StepPlan) -> _Captured:
+    def _capture(self, shape: Shape, bounds: StepBounds) -> _Captured:
         runner = self._runner
+        # all rows padded: a warm-up run compiles kernels and sizes scratch, and changes no slot
         host, view = host_buffer(shape.size, pinned=True)
-        host_input = StepInput(shape, view)
-        runner.fill(host_input, plan)
+        blank = StepInput(shape, view)
+        blank.clear(runner.config.max_num_seqs)
         device_input = StepInput(shape, host.to(runner.device))
-        # a first run compiles kernels and sizes scratch; a step run twice writes the same KV and lists
         runner.forward(device_input, bounds)
         torch.cuda.synchronize()
-        device_input.buffer.copy_(host)
         # page-locked memory that the garbage collector frees during a capture would break it
         gc.collect()
         gc.disable()
@@ -126,8 +145,7 @@ class GraphCache:
             graphs, packed = self._record(device_input, bounds)
         finally:
             gc.enable()
-        result = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        return _Captured(graphs, host, host_input, device_input, packed, result, result.numpy(), torch.cuda.Event())
+        return _Captured(graphs, device_input, packed, (_HostEnd.of(shape, packed), _HostEnd.of(shape, packed)))
 
     def _record(self, device_input: StepInput, bounds: StepBounds) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
         """Capture the forward as a few graphs, cut before some layers.

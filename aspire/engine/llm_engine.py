@@ -1,11 +1,16 @@
-"""The engine: requests in, steps, outputs out. A step is `Scheduler.schedule` -> `ModelRunner.execute` -> `update`."""
+"""The engine: requests in, steps, outputs out.
+
+A step is `Scheduler.schedule` -> `ModelRunner.launch` -> wait -> `Scheduler.update`. With ``async_scheduling`` the next
+step is planned and launched before this one is waited for, so that the GPU never waits for the host.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +20,8 @@ from numpy.typing import NDArray
 
 from aspire.engine.config import EngineConfig
 from aspire.engine.kv_pool import KVPool, fit_pages, page_bytes
+from aspire.engine.live import LiveRequest, seed_of
+from aspire.engine.outcome import commit, outcome_of
 from aspire.engine.runner import ModelRunner, StepResult
 from aspire.engine.sequences import Sequences
 from aspire.engine.synthetic import SyntheticAcceptance
@@ -22,7 +29,7 @@ from aspire.engine.text import OutputText
 from aspire.errors import EngineError, InputError, UsageError
 from aspire.evidence import provenance
 from aspire.models import LoadedModel, load_model
-from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from aspire.outputs import RequestMetrics, RequestOutput
 from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import (
@@ -34,7 +41,6 @@ from aspire.scheduler import (
     Request,
     Scheduler,
     SchedulerConfig,
-    StepOutcome,
     StepPlan,
 )
 from aspire.tokenizer import Tokenizer, load_tokenizer
@@ -53,23 +59,14 @@ GRAPH_BUCKETS = (
 )
 
 
-@dataclass
-class _Live:
-    """A request in the engine. While it runs, its tokens are in `Sequences`; ``token_ids`` is brought up to date when
-    it leaves its slot."""
+@dataclass(frozen=True)
+class _StepInFlight:
+    """A step that was launched and not yet waited for."""
 
-    number: int  # submission order, row of the request table
-    request: Request
-    prompt: str | None
-    params: SamplingParams
-    seed: int
-    token_ids: list[int]  # prompt and committed output
-    text: OutputText | None
-    metrics: RequestMetrics
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    stop_reason: int | str | None = None
-    streamed: int = 0  # output tokens handed out
+    plan: StepPlan
+    wait: Callable[[], StepResult]
+    planned_s: float
+    owner: NDArray[np.int64]  # [rows] number of each row's request
 
 
 class LLMEngine:
@@ -113,6 +110,7 @@ class LLMEngine:
             num_pages=num_pages,
             num_layers=shape.num_layers,
             graph_buckets=buckets,
+            async_scheduling=self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
         )
         self.pool = KVPool(shape, num_pages, decoder.dtype, self.device)
         policy = config.policy_spec
@@ -138,12 +136,15 @@ class LLMEngine:
         if loaded_prices is not None:
             self.check_cost_model(loaded_prices)
         self._tokenizer: Tokenizer | None = None
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._log = StepLog()
         self._later: list[Callable[[], None]] = []
-        self._submitted: list[_Live] = []
+        self._submitted: list[LiveRequest] = []
         self._origin = time.perf_counter()
         self._last_end: float | None = None
+        self._flight: deque[_StepInFlight] = deque()  # at most two
+        self._ready: list[RequestOutput] = []  # not yet returned by `step`
+        self._streams = False
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -185,12 +186,12 @@ class LLMEngine:
             raise InputError(
                 f"request '{request_id}' has stop strings and the model has no tokenizer; use stop_token_ids"
             )
-        self._live[request_id] = live = _Live(
+        self._live[request_id] = live = LiveRequest(
             number=len(self._submitted),
             request=request,
             prompt=text,
             params=params,
-            seed=_seed_of(self.config.seed, request_id) if params.seed is None else params.seed,
+            seed=seed_of(self.config.seed, request_id) if params.seed is None else params.seed,
             token_ids=ids,
             text=OutputText(self.tokenizer, params) if wants_text else None,
             metrics=RequestMetrics(arrival_s=arrival),
@@ -203,65 +204,106 @@ class LLMEngine:
         live = self._live.pop(request_id, None)
         if live is not None:
             live.metrics.finish_s = self.clock()
+        if not self.scheduler.has_work:
+            self._drain()
         return known
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._ready)
 
     def set_policy(self, policy: PolicySpec | str) -> None:
         """Switch policy and selector between two steps; outputs do not change, only their speed."""
         spec = PolicySpec.parse(policy) if isinstance(policy, str) else policy
+        self._drain()
         self.scheduler.set_policy(spec)
         self.runner.set_selector(spec.selector, self.scheduler.policy.drafts)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, *, stream: bool = False) -> list[RequestOutput]:
-        """Run one step; returns the requests that ended in it, and with ``stream`` those that got tokens, too."""
-        start = self.clock() if self._last_end is None else self._last_end
-        plan = self.scheduler.schedule()
-        if plan is None:
-            self._last_end = None
-            return []
-        self._place(plan, start)
-        captured = self.runner.capture_s
-        result = self._execute(plan)
-        self._origin += self.runner.capture_s - captured  # a graph is captured once: the clock of the run stands still
-        outcome, committed = self._outcome(plan, result)
-        end = self.clock()
-        outcome = replace(outcome, seconds=end - start)
-        owner = self.sequences.owner[plan.slots]
-        self._commit(plan, outcome, committed, result, end)
-        finished = {request.request_id for request in self.scheduler.update(plan, outcome)}
+        """Finish one step; returns the requests that ended in it, and with ``stream`` those that got tokens, too.
+
+        When a step fails, its error is raised and the requests in it are queued again.
+        """
+        self._streams = stream
+        if self._flight or self.begin_step():
+            # penalties and min_tokens are worked out on the host, from the tokens of the step before
+            if self.scheduler_config.async_scheduling and not self.sequences.edits.any():
+                self.begin_step()
+            self._ready += self.end_step()
+        if not self.scheduler.has_work:
+            self._drain()
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def begin_step(self) -> bool:
+        """Plan and launch a step; False when there is none to run, or none before the one in flight has ended."""
+        with self._nothing_lost():
+            planned_s = self.clock()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return False
+            self._place(plan, planned_s)
+            captured_s = self.runner.capture_s
+            wait = self.runner.launch(plan, None if self._synthetic is None else self._synthetic.draw(plan))
+            # a graph is captured once: the clock of the run stands still
+            self._origin += self.runner.capture_s - captured_s
+            self._flight.append(_StepInFlight(plan, wait, planned_s, self.sequences.owner[plan.slots]))
+            return True
+
+    def end_step(self) -> list[RequestOutput]:
+        """Wait for the oldest step in flight and apply what it found."""
+        with self._nothing_lost():
+            for work in self._later:  # bookkeeping of the step before, while the GPU works
+                work()
+            self._later.clear()
+            step = self._flight.popleft()
+            plan = step.plan
+            start = step.planned_s if self._last_end is None else self._last_end
+            result = step.wait()
+            alive = plan.tenancy == self.scheduler.slots.tenancy[plan.slots]
+            outcome, committed = outcome_of(plan, result, alive, self.sequences, self._live)
+            end = self.clock()
+            outcome = replace(outcome, seconds=end - start)
+            self._note_first_tokens(plan, outcome.committed, end)
+            commit(plan, outcome, committed, result, self.sequences, self._live)
+            finished = {request.request_id for request in self.scheduler.update(plan, outcome)}
         ended = np.zeros(plan.num_rows, dtype=bool)
         if finished:
             ended[:] = [name in finished for name in plan.requests]
-        self._later.append(partial(log_step, self._log, plan, outcome, owner, start, ended))
+        self._later.append(partial(log_step, self._log, plan, outcome, step.owner, start, ended, step.planned_s))
         self._last_end = end if self.scheduler.has_work else None
-        wanted = ended | (outcome.committed > 0) if stream else ended
+        wanted = ended | (outcome.committed > 0) if self._streams else ended
         return [self._emit(plan.requests[row], bool(ended[row]), end) for row in np.flatnonzero(wanted).tolist()]
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """Run the step; the bookkeeping of the one before is done while the GPU works on this one."""
+    def _drain(self) -> None:
+        """End the steps in flight; their outputs come with the next `step`."""
+        while self._flight:
+            self._ready += self.end_step()
+
+    @contextmanager
+    def _nothing_lost(self) -> Iterator[None]:
+        """A step that fails gives its requests back to the queue."""
         try:
-            wait = self.runner.launch(plan)
-            for work in self._later:
-                work()
-            self._later.clear()
-            return wait()
-        except torch.OutOfMemoryError as error:
+            yield
+        except Exception as error:
+            largest = max(self.scheduler.in_flight, key=lambda plan: plan.num_query_tokens, default=None)
+            self._flight.clear()
+            self.scheduler.discard_in_flight()
+            if largest is None or not isinstance(error, torch.OutOfMemoryError):
+                raise
             raise EngineError(
-                f"a step of {plan.num_rows} requests and {plan.num_query_tokens} tokens does not fit in the memory of "
-                f"{self.device}; lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization"
+                f"a step of {largest.num_rows} requests and {largest.num_query_tokens} tokens does not fit in the "
+                f"memory of {self.device}; lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization"
             ) from error
 
     def _place(self, plan: StepPlan, now: float) -> None:
         """Tokens and sampling parameters of requests that entered a slot with this step."""
-        for index in np.flatnonzero((plan.modes == Mode.PREFILL) | (plan.start == 0)).tolist():
-            live, slot = self._live[plan.requests[index]], int(plan.slots[index])
-            if plan.start[index] == 0:
+        for row in np.flatnonzero(plan.modes == Mode.PREFILL).tolist():
+            live, slot = self._live[plan.requests[row]], int(plan.slots[row])
+            if self.sequences.owner[slot] != live.number:
                 stops = () if live.params.ignore_eos else self.loaded.config.eos_token_ids
                 stops = (*stops, *live.params.stop_token_ids)
                 prompt = live.request.prompt_tokens
@@ -271,124 +313,25 @@ class LLMEngine:
                 if live.metrics.first_scheduled_s is None:
                     live.metrics.first_scheduled_s = now
 
-    def _outcome(self, plan: StepPlan, result: StepResult) -> tuple[StepOutcome, NDArray[np.int32]]:
-        """What the step did to each row, stops applied, and the tokens it found [rows, width] (-1 = none)."""
-        draft = plan.modes == Mode.DRAFT
-        finds = plan.samples & ~draft
-        accepted = np.where(plan.modes == Mode.VERIFY, result.accepted, 0).astype(np.int64)
-        if self._synthetic is not None:
-            accepted = self._synthetic.draw(plan, accepted)
-        width = int(accepted.max(initial=0)) + 1
-        at = np.minimum(result.sample_start[:, None] + np.arange(width), max(0, len(result.tokens) - 1))
-        given = finds[:, None] & (np.arange(width)[None, :] <= accepted[:, None])
-        tokens = result.tokens[at] if len(result.tokens) else np.zeros((plan.num_rows, width), dtype=np.int32)
-        committed = np.where(given, tokens, -1).astype(np.int32)
-        counts, stopped = self.sequences.cut_at_stops(plan.slots, committed)
-        finish = np.where(stopped, int(FinishReason.STOP), int(FinishReason.NONE))
-        for row in np.flatnonzero(stopped).tolist():
-            self._live[plan.requests[row]].stop_reason = int(committed[row, counts[row] - 1])
-        for row in np.flatnonzero(self.sequences.watched[plan.slots] & (counts > 0)).tolist():
-            live = self._live[plan.requests[row]]
-            if live.text is None:
-                continue
-            hit = live.text.push(committed[row, : counts[row]].tolist(), ends=bool(stopped[row]))
-            if hit is not None:
-                counts[row], finish[row] = hit.tokens, int(FinishReason.STOP)
-                live.stop_reason = hit.stop
-        self._draft_tokens(plan, result, draft)
-        margin = np.full(plan.num_rows, np.nan)
-        margin[draft] = result.margin[result.sample_start[draft]]
-        broken = self._broken_rows(plan, result)
-        finish[broken] = int(FinishReason.ERROR)
-        counts[broken] = 0
-        return StepOutcome(accepted, counts, finish, margin), committed
-
-    def _draft_tokens(self, plan: StepPlan, result: StepResult, draft: NDArray[np.bool_]) -> None:
-        """Note the tokens drafted in this step behind what their slots know."""
-        slots = plan.slots[draft]
-        self.sequences.tokens[slots, self.sequences.known[slots] + plan.drafted[draft]] = result.tokens[
-            result.sample_start[draft]
-        ]
-
-    def _broken_rows(self, plan: StepPlan, result: StepResult) -> NDArray[np.int64]:
-        """Rows whose logits were not finite: they fail, the others go on."""
-        bad = ~np.isfinite(result.logprob)
-        if not bad.any():
-            return np.empty(0, dtype=np.int64)
-        row = np.searchsorted(result.sample_start, np.flatnonzero(bad), side="right") - 1
-        return np.unique(row)
-
-    def _commit(
-        self, plan: StepPlan, outcome: StepOutcome, committed: NDArray[np.int32], result: StepResult, end: float
-    ) -> None:
-        """Add the committed tokens to their requests."""
-        counts, slots = outcome.committed, plan.slots
-        first = (counts > 0) & (self.scheduler.slots.generated[slots] == 0)
+    def _note_first_tokens(self, plan: StepPlan, committed: NDArray[np.int64], end: float) -> None:
+        first = (committed > 0) & (self.scheduler.slots.generated[plan.slots] == 0)
         for row in np.flatnonzero(first).tolist():
             self._live[plan.requests[row]].metrics.first_token_s = end
-        # a row that is not finite has failed and commits nothing; it must not spoil the sums of the rows after it
-        finite = np.where(np.isfinite(result.logprob), result.logprob, 0.0)
-        total = np.concatenate(([0.0], np.cumsum(finite, dtype=np.float64)))
-        begin = np.minimum(result.sample_start, len(result.logprob))
-        self.sequences.cumulative_logprob[slots] += total[np.minimum(begin + counts, len(total) - 1)] - total[begin]
-        for row in np.flatnonzero((counts > 0) & (self.sequences.logprobs[slots] >= 0)).tolist():
-            live = self._live[plan.requests[row]]
-            self._add_logprobs(live, result, int(result.sample_start[row]), int(counts[row]))
-        self.sequences.append(slots, committed, counts)
-
-    @staticmethod
-    def _add_logprobs(live: _Live, result: StepResult, first: int, count: int) -> None:
-        wanted = live.params.logprobs or 0
-        for at in range(first, first + count):
-            best: dict[int, float] = {}
-            if wanted and result.top_logprobs is not None:
-                values, tokens = (each[at][:wanted] for each in result.top_logprobs)
-                best = dict(zip(tokens.tolist(), values.tolist(), strict=True))
-            live.logprobs.append({**best, int(result.tokens[at]): float(result.logprob[at])})
 
     def _emit(self, request_id: str, finished: bool, end: float) -> RequestOutput:
         """The output of a request as it stands; a finished one leaves the engine."""
         live = self._live[request_id]
-        prompt = live.request.prompt_tokens
+        slot = self.scheduler.slot_of(request_id)
+        tokens = self._tokens_of(live)[live.request.prompt_tokens :]
+        logprob = live.cumulative_logprob if slot is None else float(self.sequences.cumulative_logprob[slot])
         if finished:
             live.metrics.finish_s = end
             live.metrics.preemptions = live.request.preemptions
             del self._live[request_id]
-            output = live.token_ids[prompt:]
-        else:
-            output = self._tokens_of(live)[prompt:]
-        new = output[live.streamed :]
-        live.streamed = len(output)
-        if live.text is not None:
-            if not live.params.stop:  # texts with stop strings are kept up to date as tokens come
-                stopped = finished and live.request.finish_reason == FinishReason.STOP
-                live.text.push(new, ends=stopped)
-            if finished:
-                live.text.finish()
-        slot = self.scheduler.slot_of(request_id)
-        completion = CompletionOutput(
-            index=0,
-            text=live.text.text if live.text is not None else "",
-            token_ids=output,
-            cumulative_logprob=(
-                live.cumulative_logprob if slot is None else float(self.sequences.cumulative_logprob[slot])
-            ),
-            logprobs=live.logprobs if live.params.logprobs is not None else None,
-            finish_reason=live.request.finish_reason.name.lower() if finished else None,
-            stop_reason=live.stop_reason if finished else None,
-        )
-        return RequestOutput(
-            request_id=request_id,
-            prompt=live.prompt,
-            prompt_token_ids=live.token_ids[:prompt],
-            outputs=[completion],
-            finished=finished,
-            metrics=live.metrics,
-            synthetic=self._synthetic is not None or self.loaded.synthetic,
-            new_token_ids=new,
-        )
+        synthetic = self._synthetic is not None or self.loaded.synthetic
+        return live.output(tokens, logprob, finished=finished, synthetic=synthetic)
 
-    def _tokens_of(self, live: _Live) -> list[int]:
+    def _tokens_of(self, live: LiveRequest) -> list[int]:
         """Prompt and committed output of a waiting or running request."""
         slot = self.scheduler.slot_of(live.request.request_id)
         if slot is None or self.sequences.owner[slot] != live.number:
@@ -399,7 +342,7 @@ class LLMEngine:
         """A request left its slot: keep its tokens; nothing of it may be read there any more."""
         live = self._live.get(request.request_id)
         if live is not None and self.sequences.owner[slot] == live.number:
-            live.token_ids = self.sequences.tokens[slot, : self.sequences.known[slot]].tolist()
+            live.token_ids = self.sequences.tokens[slot, : request.prompt_tokens + request.generated].tolist()
             live.cumulative_logprob = float(self.sequences.cumulative_logprob[slot])
         self.sequences.vacate(slot)
 
@@ -512,9 +455,3 @@ def _resolve_device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError:
         raise UsageError(f"device '{name}' is not known; allowed: auto, cpu, cuda, cuda:N") from None
-
-
-def _seed_of(engine_seed: int, request_id: str) -> int:
-    """A seed that depends on nothing but the engine's seed and the request's id."""
-    digest = hashlib.blake2b(f"{engine_seed}/{request_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

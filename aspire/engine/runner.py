@@ -20,7 +20,7 @@ from aspire.errors import EngineError
 from aspire.models import Decoder, rope_tables
 from aspire.scheduler import PAGE_TOKENS, Mode, SchedulerConfig, SelectorSpec, StepPlan
 from aspire.scheduler.pages import PageTable
-from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows
+from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows, SlotState
 
 _NO_EDITS = LogitEdits.none()
 
@@ -38,10 +38,11 @@ class StepBounds:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepBounds:
-        """The bounds of ``plan``, exactly."""
+        """The bounds of ``plan``, exactly but for `StepPlan.slack`."""
         draft = plan.modes == Mode.DRAFT
-        kv = plan.start + plan.query_tokens
-        sparse = ((plan.sel_count - plan.tail_page) * PAGE_TOKENS + kv)[draft]
+        kv = plan.start + plan.query_tokens + plan.slack
+        # one page more may be listed where a verification in flight commits up to the slack
+        sparse = ((plan.sel_count - plan.tail_page + (plan.slack > 0)) * PAGE_TOKENS + kv)[draft]
         full_q = plan.query_tokens[~draft]
         return cls(
             max_q=int(plan.query_tokens.max()),
@@ -115,6 +116,7 @@ class ModelRunner:
         # one spare row: padded entries of a step's new pages are written there
         self._table = torch.zeros((slots + 1, config.pages_per_slot), dtype=torch.int32, device=self.device)
         self.block_table = self._table[:slots]
+        self.state = SlotState.empty(slots, self.device)
         self._sampling = {
             name: torch.zeros(slots, dtype=getattr(torch, np.dtype(kind).name), device=self.device)
             for name, kind in SAMPLING_COLUMNS.items()
@@ -137,7 +139,7 @@ class ModelRunner:
             max_slots=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
             max_pages=self.config.pages_per_slot,
-            device=self.device,
+            state=self.state,
             drafts=drafts,
         )
         self.sync_pages()
@@ -161,26 +163,39 @@ class ModelRunner:
             raise EngineError("this engine runs eagerly and has no graph to replay; leave out enforce_eager")
         return self._graphs.replay_seconds()
 
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Start one step; the returned call waits for its result. The host is free to work in between."""
+    def launch(self, plan: StepPlan, forced: NDArray[np.int64] | None = None) -> Callable[[], StepResult]:
+        """Start one step; the returned call waits for its result. The host is free to work in between, and to launch
+        one more step. ``forced`` [rows]: drafts to accept in place of what the tokens say, -1 = none."""
         self._upload_state(plan)
         edits = _NO_EDITS
         if self._sequences.edits[plan.slots].any():
             edits = LogitEdits.of(plan, self._sequences, self.device)
         top = int(self._sequences.logprobs[plan.slots].max(initial=-1))
         if self._graphs is not None and edits.empty and top < 0 and self._graphs.fits(plan):
-            return self._graphs.launch(plan)
+            return self._graphs.launch(plan, forced)
         samples = max(1, count_samples(plan))  # an unfinished prefill samples nothing; one row keeps the shapes simple
-        shape = Shape(plan.num_query_tokens, plan.num_rows, samples, self.config.max_num_seqs, len(plan.new_pages))
+        shape = Shape(plan.num_query_tokens, plan.num_rows, samples, len(plan.new_pages))
         host, view = host_buffer(shape.size, self.device.type == "cuda")
-        self.fill(StepInput(shape, view), plan)
+        self.fill(StepInput(shape, view), plan, forced)
         inp = StepInput(shape, host.to(self.device, non_blocking=True))
         packed, best = self.forward(inp, StepBounds.of(plan), edits, top)
-        return lambda: self.unpack(packed.cpu().numpy(), plan, samples, best)
+        # copied now: asked for later, the copies would queue behind a step launched in between
+        copies = [_to_host(each) for each in (packed, *(best or ()))]
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if done is not None:
+            done.record()
 
-    def fill(self, inp: StepInput, plan: StepPlan) -> None:
+        def wait() -> StepResult:
+            if done is not None:
+                done.synchronize()
+            found, *top_two = [copy.numpy() for copy in copies]
+            return self.unpack(found, plan, samples, (top_two[0], top_two[1]) if top_two else None)
+
+        return wait
+
+    def fill(self, inp: StepInput, plan: StepPlan, forced: NDArray[np.int64] | None) -> None:
         """Write ``plan`` into the host input ``inp``."""
-        inp.fill(plan, self._sequences, self._pages, self.lists.selects and plan.selects)
+        inp.fill(plan, self._sequences, self.lists.selects and plan.selects, forced, self.config.max_num_seqs)
 
     @torch.inference_mode()
     def forward(
@@ -196,7 +211,9 @@ class ModelRunner:
         weights = self.model.weights.layers
         config = self.model.config
         self._table[inp.page_slot.long(), inp.page_logical.long()] = inp.page_physical
-        state = lists.begin(inp, self.block_table, bounds)
+        rows = inp.step_rows()
+        at = backend.resolve(rows, self.state, self.block_table)
+        state = lists.begin(inp, at, self.block_table, bounds)
         for batch in {id(state.mixed): state.mixed, id(state.full): state.full}.values():
             backend.prepare(
                 batch, config.num_heads, config.num_kv_heads, config.head_dim, self.model.dtype, inp.shape.tokens
@@ -209,7 +226,7 @@ class ModelRunner:
                 k,
                 v,
                 positions,
-                inp.slot_mapping,
+                at.slot_mapping,
                 self._cos,
                 self._sin,
                 self.pool.keys[layer],
@@ -220,54 +237,43 @@ class ModelRunner:
             )
             return lists.attend(state, layer, q, self.pool.keys[layer], self.pool.values[layer], self._scale)
 
-        hidden = self.model.forward(inp.input_ids, inp.positions, attend, before_layer)
+        hidden = self.model.forward(at.input_ids, at.positions, attend, before_layer)
         logits = self.model.logits(hidden[inp.logit_row.long()])
         best = own = None
         if top >= 0 or not edits.empty:
             own = torch.log_softmax(logits, dim=-1)  # of the model's own logits, before they are edited
-            best = torch.topk(own, max(1, top), dim=-1) if top >= 0 else None
+            best = _top(own, max(1, top)) if top >= 0 else None
         edits.apply(logits)
         slot = inp.sample_slot.long()
-        rows = SamplingRows(
-            position=inp.sample_position, **{name: column[slot] for name, column in self._sampling.items()}
-        )
-        sampled = backend.sample(logits, rows)
+        sampling = {name: column[slot] for name, column in self._sampling.items()}
+        sampled = backend.sample(logits, SamplingRows(position=at.sample_position, **sampling))
         logprob = sampled.logprob if own is None else own.gather(1, sampled.token.long()[:, None])[:, 0]
-        accepted, length = self._accept(inp, sampled.token)
+        window = lists.spec.kind == "window"
+        accepted, length = backend.advance(rows, at, sampled.token, self.state, lists.budget, window)
         lists.finish(state, length)
         packed = torch.cat((sampled.token, sampled.margin.view(torch.int32), logprob.view(torch.int32), accepted))
         return packed, best
 
     @staticmethod
     def unpack(
-        packed: NDArray[np.int32], plan: StepPlan, samples: int, best: tuple[Tensor, Tensor] | None = None
+        packed: NDArray[np.int32],
+        plan: StepPlan,
+        samples: int,
+        best: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None,
     ) -> StepResult:
         """Split the packed results of ``plan``, padded to ``samples`` samples."""
         rows = plan.num_rows
         count = count_samples(plan)
         verify = plan.modes == Mode.VERIFY
         sampled = np.where(verify, plan.query_tokens, plan.samples)
-        top = None if best is None else (best[0].cpu().numpy(), best[1].int().cpu().numpy())
         return StepResult(
             tokens=packed[:count],
             margin=packed[samples : samples + count].view(np.float32),
             logprob=packed[2 * samples : 2 * samples + count].view(np.float32),
             accepted=packed[3 * samples : 3 * samples + rows],
             sample_start=(np.cumsum(sampled) - sampled).astype(np.int32),
-            top_logprobs=top,
+            top_logprobs=best,
         )
-
-    def _accept(self, inp: StepInput, token: Tensor) -> tuple[Tensor, Tensor]:
-        """``(accepted, new KV length)`` [rows] from the sampled tokens [samples]."""
-        width = MAX_VERIFY_QUERIES - 1
-        steps = torch.arange(width + 1, device=self.device, dtype=torch.int32)
-        # clamped: entries past a row's drafts are read and ignored
-        draft_at = (inp.q_start[:, None] + 1 + steps[None, :width]).clamp(max=inp.shape.tokens - 1)
-        target_at = (inp.sample_start[:, None] + steps[None, :]).clamp(max=inp.shape.samples - 1)
-        accepted, _, length = self.backend.accept(
-            inp.input_ids[draft_at.long()], inp.drafted, token[target_at.long()], inp.accept_base, inp.finds
-        )
-        return accepted, length
 
     def _upload_state(self, plan: StepPlan) -> None:
         """Sampling parameters of new requests, and the first pages where a window lists them."""
@@ -279,3 +285,17 @@ class ModelRunner:
             for name, column in self._sequences.sampling.items():
                 self._sampling[name][where] = torch.from_numpy(column[slots]).to(self.device)
             changed.clear()
+
+
+def _top(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and int32 tokens [rows, count] of the largest ``logprobs`` [rows, vocab]."""
+    values, tokens = torch.topk(logprobs, count, dim=-1)
+    return values, tokens.int()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host; of a CUDA tensor in page-locked memory, without waiting for it."""
+    if tensor.device.type != "cuda":
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aspire.engine.step_input import StepInput
 from aspire.scheduler import PAGE_TOKENS, SelectorSpec
-from aspire_kernels import AttentionBatch, Backend, PageBudget
+from aspire_kernels import AttentionBatch, Backend, PageBudget, Resolved, SlotState
 
 if TYPE_CHECKING:
     from aspire.engine.runner import StepBounds
@@ -29,6 +29,7 @@ class _Forward:
     """State of one forward: the batches of its two kinds of layers and the mass taken so far."""
 
     inp: StepInput
+    kv_len: Tensor  # [rows]
     mixed: AttentionBatch  # drafting rows read their lists
     full: AttentionBatch  # drafting rows read everything
     mass: Tensor  # [layers of mass, rows, pages]
@@ -52,11 +53,13 @@ class PageLists:
         max_slots: int,
         max_model_len: int,
         max_pages: int,
-        device: torch.device,
+        state: SlotState,
         drafts: bool,
     ) -> None:
         self.spec = spec
         self._backend = backend
+        self._state = state
+        device = state.base.device
         self.full_layers = frozenset(spec.selection_layers(num_layers)) if drafts else frozenset()
         self._selection_layers = tuple(sorted(self.full_layers & {*spec.layers})) if spec.kind == "delta" else ()
         if not drafts or spec.kind == "window":
@@ -71,7 +74,7 @@ class PageLists:
         self.selects = bool(mass_layers)
         count = num_layers if spec.per_layer else 1
         self.lists = torch.zeros((count, max_slots, spec.max_selected(max_model_len)), dtype=torch.int32, device=device)
-        self._budget = PageBudget(spec.budget_ratio, spec.min_pages, spec.sinks, spec.recent)
+        self.budget = PageBudget(spec.budget_ratio, spec.min_pages, spec.sinks, spec.recent)
         # refresh-per-layer: pages that each layer's list got at verification and keeps while drafting
         self._kept = (
             torch.zeros((count, max_slots, max_pages), dtype=torch.float32, device=device)
@@ -96,33 +99,34 @@ class PageLists:
             slots, logical, physical = torch.from_numpy(np.ascontiguousarray(first.T)).to(self._device)
             self.lists[0, slots, logical] = physical.int()
 
-    def begin(self, inp: StepInput, block_table: Tensor, bounds: StepBounds) -> _Forward:
-        """Prepare a forward over ``inp``; ``bounds`` are the host-known sizes that choose the launches."""
+    def begin(self, inp: StepInput, at: Resolved, block_table: Tensor, bounds: StepBounds) -> _Forward:
+        """Prepare a forward over ``inp`` at the places ``at``; ``bounds``, known to the host, choose the launches."""
         rows, pages = inp.shape.rows, -(-bounds.max_kv // PAGE_TOKENS)
         common = {
             "row_slot": inp.row_slot,
             "q_start": inp.q_start,
             "q_len": inp.q_len,
-            "kv_len": inp.kv_len,
+            "kv_len": at.kv_len,
             "block_table": block_table,
             "sel_pages": self.lists[0],
-            "sel_count": inp.sel_count,
-            "tail_page": inp.tail_page,
+            "sel_count": self._state.sel_count,
+            "tail_page": self._state.tail_page,
             "max_q_len": bounds.max_q,
             "max_verify_q": bounds.max_verify_q,
         }
         mixed = AttentionBatch(
-            **common, sparse=inp.sparse, max_full_kv=bounds.max_full_kv, max_sparse_kv=bounds.max_sparse_kv
+            **common, sparse=inp.drafting, max_full_kv=bounds.max_full_kv, max_sparse_kv=bounds.max_sparse_kv
         )
         full = mixed
         if self.full_layers and bounds.max_sparse_kv:
             full = AttentionBatch(
-                **common, sparse=torch.zeros_like(inp.sparse), max_full_kv=bounds.max_kv, max_sparse_kv=0
+                **common, sparse=torch.zeros_like(inp.drafting), max_full_kv=bounds.max_kv, max_sparse_kv=0
             )
         drafting = bool(bounds.max_sparse_kv)
         taken = bounds.any_selects or (drafting and bool(self.full_layers))
         return _Forward(
             inp=inp,
+            kv_len=at.kv_len,
             mixed=mixed,
             full=full,
             mass=torch.empty((len(self.mass_index) if taken else 0, rows, pages), device=self._device),
@@ -148,10 +152,10 @@ class PageLists:
         if reads_all:  # new lists for what is drafted next
             kept = self._kept
             if kept is None:
-                self._choose_within(forward, mass[None], forward.inp.sparse)
+                self._choose_within(forward, mass[None], forward.inp.drafting)
             else:
                 first = kept[:, forward.inp.row_slot.long(), : mass.shape[1]]
-                self._choose_within(forward, mass[None] + _FIRST * first, forward.inp.sparse)
+                self._choose_within(forward, mass[None] + _FIRST * first, forward.inp.drafting)
         return out
 
     def finish(self, forward: _Forward, length: Tensor) -> None:
@@ -171,8 +175,8 @@ class PageLists:
         """New lists of unchanged ``sel_count`` and ``tail_page``: the pages of most ``mass`` before the tail."""
         inp = forward.inp
         # the KV length whose newest page is the seed's: `select_pages` derives the same count and tail from it
-        seeded = (inp.tail_page[inp.row_slot.long()] + self.spec.recent) * PAGE_TOKENS
-        length = torch.minimum(inp.kv_len, seeded)
+        seeded = (self._state.tail_page[inp.row_slot.long()] + self.spec.recent) * PAGE_TOKENS
+        length = torch.minimum(forward.kv_len, seeded)
         self._select(forward, mass, length, chosen)
 
     def _select(self, forward: _Forward, mass: Tensor, length: Tensor, chosen: Tensor) -> None:
@@ -184,9 +188,9 @@ class PageLists:
             chosen,
             forward.mixed.block_table,
             self.lists,
-            inp.sel_count,
-            inp.tail_page,
-            self._budget,
+            self._state.sel_count,
+            self._state.tail_page,
+            self.budget,
         )
 
     def _keep(self, forward: _Forward, chosen: Tensor) -> None:
@@ -197,10 +201,10 @@ class PageLists:
         slots = inp.row_slot.long()
         mass = forward.mass
         pages = mass.shape[2]
-        listed = torch.arange(pages, device=self._device)[None, :] < inp.tail_page[slots][:, None]
+        listed = torch.arange(pages, device=self._device)[None, :] < self._state.tail_page[slots][:, None]
         score = torch.where(listed[None], mass, -1.0)
         score[:, :, : self.spec.sinks] = torch.where(listed[:, : self.spec.sinks][None], _FIRST, -1.0)
-        keep = (inp.sel_count[slots] - self.spec.refresh_pages).clamp(min=0)
+        keep = (self._state.sel_count[slots] - self.spec.refresh_pages).clamp(min=0)
         width = min(self.lists.shape[2], pages)
         best = torch.topk(score, width, dim=2).indices  # [layers, rows, width]
         flags = (torch.arange(width, device=self._device)[None, None, :] < keep[None, :, None]).float()

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from aspire.engine.sequences import Sequences
-from aspire.scheduler import PAGE_TOKENS, Mode, StepPlan
-from aspire.scheduler.pages import PageTable
+from aspire.scheduler import Mode, StepPlan
+from aspire_kernels import StepRows
 
-TOKEN_FIELDS = ("input_ids", "positions", "slot_mapping")
+TOKEN_FIELDS = ("token_ids", "token_row")
 ROW_FIELDS = (
     "row_slot",
     "q_start",
     "q_len",
-    "kv_len",
-    "sparse",
+    "first",
+    "pending_at",
+    "drafting",
     "drafted",
-    "sample_start",  # index of the row's first sampled token
-    "accept_base",  # KV tokens before acceptance: the new length is accept_base + accepted + 1
-    "finds",  # 1 = the row ends with target tokens (verification, last prefill chunk)
+    "sample_start",
+    "finds",
+    "forced",
     "mass_first",  # query offsets whose page mass is taken at verification; -1 = none
     "mass_last",
     "mass_draft",  # the same in layers that drafting rows read in full
 )
-SAMPLE_FIELDS = ("logit_row", "sample_slot", "sample_position")
-SLOT_FIELDS = ("sel_count", "tail_page")
+SAMPLE_FIELDS = ("logit_row", "sample_slot")
 PAGE_FIELDS = ("page_slot", "page_logical", "page_physical")  # new block-table entries; padded ones go to a spare row
+_STATE_FIELDS = tuple(field.name for field in fields(StepRows))
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Shape:
     tokens: int
     rows: int
     samples: int
-    slots: int
     pages: int  # new block-table entries
 
     @property
@@ -49,7 +49,6 @@ class Shape:
             len(TOKEN_FIELDS) * self.tokens
             + len(ROW_FIELDS) * self.rows
             + len(SAMPLE_FIELDS) * self.samples
-            + len(SLOT_FIELDS) * self.slots
             + len(PAGE_FIELDS) * self.pages
         )
 
@@ -66,7 +65,6 @@ class StepInput:
             (TOKEN_FIELDS, shape.tokens),
             (ROW_FIELDS, shape.rows),
             (SAMPLE_FIELDS, shape.samples),
-            (SLOT_FIELDS, shape.slots),
             (PAGE_FIELDS, shape.pages),
         )
         for names, length in groups:
@@ -80,59 +78,71 @@ class StepInput:
         except KeyError:
             raise AttributeError(name) from None
 
-    def fill(self, plan: StepPlan, sequences: Sequences, pages: PageTable, selects: bool) -> None:
-        """Write ``plan`` into the (host) buffer. Padded tokens go to the trash page, padded rows have no query."""
+    def clear(self, spare_slot: int) -> None:
+        """Make the (host) buffer that of a step without rows."""
+        self.buffer[:] = 0
+        for name in ("token_row", *(field for field in ROW_FIELDS if field.startswith("mass"))):
+            self._views[name][:] = -1
+        self._views["page_slot"][:] = spare_slot
+
+    def step_rows(self) -> StepRows:
+        """What `aspire_kernels.step_state` reads of the (device) buffer."""
+        return StepRows(**{name: self._views[name] for name in _STATE_FIELDS})  # type: ignore[arg-type]
+
+    def fill(
+        self, plan: StepPlan, sequences: Sequences, selects: bool, forced: np.ndarray | None, spare_slot: int
+    ) -> None:
+        """Write ``plan`` into the (host) buffer; padded rows have no query, padded pages go to ``spare_slot``.
+
+        ``forced`` [rows]: drafts to accept in place of what the tokens say.
+        """
         view = self._views
         rows, tokens = plan.num_rows, plan.num_query_tokens
         query = plan.query_tokens
         starts = np.cumsum(query) - query
         owner = np.repeat(np.arange(rows), query)
-        positions = plan.start[owner] + np.arange(tokens) - starts[owner]
-        slots = plan.slots[owner]
-        view["input_ids"][:tokens] = sequences.tokens[slots, positions]
-        view["positions"][:tokens] = positions
-        view["slot_mapping"][:tokens] = (
-            pages.table[slots, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
-        )
-        for name in TOKEN_FIELDS:
-            view[name][tokens:] = 0
+        view["token_row"][:tokens] = owner
+        view["token_row"][tokens:] = -1
         draft, verify = plan.modes == Mode.DRAFT, plan.modes == Mode.VERIFY
+        prefill = ~(draft | verify)
+        if prefill.any():
+            given = prefill[owner]
+            at = owner[given]
+            positions = plan.start[at] + np.flatnonzero(given) - starts[at]
+            view["token_ids"][:tokens][given] = sequences.tokens[plan.slots[at], positions]
         finds = plan.samples & ~draft
-        sampled = np.where(draft, 1, np.where(verify, query, plan.samples))
+        sampled = np.where(verify, query, plan.samples)
         sample_start = np.cumsum(sampled) - sampled
         chosen = finds & selects
-        fields = {
+        columns = {
             "row_slot": plan.slots,
             "q_start": starts,
             "q_len": query,
-            "kv_len": plan.start + query,
-            "sparse": draft,
+            "first": np.where(plan.slack > 0, -1, plan.start),
+            "pending_at": np.where(draft, plan.drafted, np.where(verify, 0, -1)),
+            "drafting": draft,
             "drafted": np.where(verify, plan.drafted, 0),
             "sample_start": sample_start,
-            "accept_base": plan.start + query - 1 - np.where(verify, plan.drafted, 0),
             "finds": finds,
+            "forced": -1 if forced is None else forced,
             "mass_first": np.where(chosen, np.where(verify, 0, query - 1), -1),
             "mass_last": np.where(chosen & verify & (query > 1), query - 1, -1),
             "mass_draft": np.where(draft, 0, -1),
         }
         for name in ROW_FIELDS:
-            view[name][:rows] = fields[name]
+            view[name][:rows] = columns[name]
             view[name][rows:] = -1 if name.startswith("mass") else 0
         count = int(sampled.sum())
         source = np.repeat(np.arange(rows), sampled)
         # the last `sampled` query tokens of a row are those that yield tokens
-        logit_row = (starts + query - sampled)[source] + np.arange(count) - sample_start[source]
-        view["logit_row"][:count] = logit_row
+        view["logit_row"][:count] = (starts + query - sampled)[source] + np.arange(count) - sample_start[source]
         view["sample_slot"][:count] = plan.slots[source]
-        view["sample_position"][:count] = positions[logit_row] + 1
         for name in SAMPLE_FIELDS:
             view[name][count:] = 0
         new = len(plan.new_pages)
-        for column, (name, padding) in enumerate(zip(PAGE_FIELDS, (self.shape.slots, 0, 0), strict=True)):
+        for column, (name, padding) in enumerate(zip(PAGE_FIELDS, (spare_slot, 0, 0), strict=True)):
             view[name][:new] = plan.new_pages[:, column]
             view[name][new:] = padding
-        view["sel_count"][plan.slots] = plan.sel_count
-        view["tail_page"][plan.slots] = plan.tail_page
 
 
 def count_samples(plan: StepPlan) -> int:

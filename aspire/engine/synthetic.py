@@ -23,17 +23,17 @@ class SyntheticAcceptance:
         self._rates = np.asarray(rates)
         self._seed = seed
 
-    def draw(self, plan: StepPlan, accepted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Accepted drafts [rows] in place of the real ones."""
+    def draw(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Drafts to accept [rows]; -1 where none is verified."""
+        drawn = np.full(plan.num_rows, -1)
         rows = np.flatnonzero((plan.modes == Mode.VERIFY) & (plan.drafted > 0))
         if not len(rows):
-            return accepted
+            return drawn
         keys = np.array([zlib.crc32(f"{self._seed}/{plan.requests[row]}".encode()) for row in rows], dtype=np.uint64)
         place = np.arange(int(plan.drafted[rows].max()))
         luck = _uniform(keys[:, None], (plan.start[rows][:, None] + place).astype(np.uint64))
         rates = self._rates[np.minimum(place, len(self._rates) - 1)]
         kept = (luck < rates) & (place < plan.drafted[rows][:, None])
-        drawn = accepted.copy()
         drawn[rows] = np.cumprod(kept, axis=1).sum(axis=1)
         return drawn
 

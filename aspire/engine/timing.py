@@ -1,7 +1,7 @@
 """Times synthetic steps for the profiler: real steps of the real engine, on requests whose state is set directly.
 
-The KV pool is filled with random values, so no prefill is paid for. Every repeat goes through `LLMEngine.step`:
-scheduling, upload, forward, download and update, as in generation.
+The KV pool is filled with random values, so no prefill is paid for. Every repeat goes through the two halves of
+`LLMEngine.step`: scheduling, upload, forward, download and update, as in generation.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from aspire.engine.llm_engine import LLMEngine
-from aspire.errors import CapacityError, UsageError
+from aspire.errors import CapacityError, EngineError, UsageError
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import PAGE_TOKENS, Action, Policy, PolicyView
 from aspire_calibration import Cell, PlanLimits, SamplesHeader
 
 _FOREVER = 1 << 30
+_WARM_STEPS = 3
 _SAMPLING = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
@@ -85,17 +86,31 @@ class StepTimer:
         if cell.rows > engine.scheduler_config.max_num_seqs:
             raise CapacityError(f"{cell.rows} rows are more than max_num_seqs {engine.scheduler_config.max_num_seqs}")
         try:
-            state = self._place(cell)
-            self._step(state)  # compiles, captures, warms
-            self._step(state)
-            seconds: list[float] = []
-            while len(seconds) < self._repeats and sum(seconds) < self._max_seconds:
-                seconds.append(self._step(state))
-            return seconds
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(f"the step {cell.key} does not fit in GPU memory") from error
+            return self._time(self._place(cell))
+        except EngineError as error:
+            raise CapacityError(f"the step {cell.key} cannot be timed: {error}") from error
         finally:
             self._clear()
+
+    def _time(self, state: dict[str, NDArray[np.int64]]) -> list[float]:
+        """Seconds between the ends of steps that follow each other as in generation: with asynchronous scheduling each
+        is launched while the one before runs. The first three compile, capture and warm."""
+        engine = self._engine
+        ahead = engine.scheduler_config.async_scheduling
+        seconds: list[float] = []
+        ends: list[float] = []
+        self._begin(state)
+        while len(seconds) < self._repeats and sum(seconds) < self._max_seconds:
+            if ahead:
+                self._begin(state)
+            engine.end_step()
+            ends.append(time.perf_counter())
+            if len(ends) > _WARM_STEPS:
+                seconds.append(ends[-1] - ends[-2])
+            if not ahead:
+                self._begin(state)
+        engine.end_step()
+        return seconds
 
     def _place(self, cell: Cell) -> dict[str, NDArray[np.int64]]:
         """Requests in the state that the cell describes; returns that state by name, and their ``slot``."""
@@ -105,7 +120,7 @@ class StepTimer:
         policy = _Scripted(engine.scheduler_config.max_num_seqs, scheduler.policy_spec.num_speculative_tokens)
         policy.resting = not any(group.select for group in cell.groups)
         scheduler.policy = policy
-        names = ("slot", "known", "computed", "drafted", "sel_count", "tail_page")
+        names = ("slot", "known", "computed", "drafted", "sel_count", "tail_page", "primed")
         columns = {name: np.zeros(cell.rows, dtype=np.int64) for name in names}
         groups = [group for group in cell.groups for _ in range(group.count)]
         for row in range(cell.rows):
@@ -118,10 +133,11 @@ class StepTimer:
             engine.sequences.occupy(slot, [0], 1, _SAMPLING, slot, (), row)
             context, query = group.context_tokens, group.query_tokens
             drafted = 0 if group.kind == "prefill" else query - 1
-            state = (slot, context - drafted, context - query, drafted, 0, 0)
+            pages = (0, 0)
             if group.kind == "draft":
                 policy.actions[slot] = Action.DRAFT
-                state = (*state[:4], *self._list_for(context, group.sparse_tokens))
+                pages = self._list_for(context, group.sparse_tokens)
+            state = (slot, context - drafted, context - query, drafted, *pages, int(group.kind != "prefill"))
             for name, value in zip(names, state, strict=True):
                 columns[name][row] = value
         self._fill_lists(columns)
@@ -138,7 +154,10 @@ class StepTimer:
     def _fill_lists(self, columns: dict[str, NDArray[np.int64]]) -> None:
         """Page lists of drafting rows: pages spread over the context, as a selection would be."""
         engine = self._engine
-        pages, lists = engine.scheduler.pages, engine.runner.lists.lists
+        pages, lists, device = engine.scheduler.pages, engine.runner.lists.lists, engine.runner.state
+        at = torch.from_numpy(columns["slot"]).to(lists.device)
+        for name in ("sel_count", "tail_page"):
+            getattr(device, name)[at] = torch.from_numpy(columns[name]).to(lists.device).int()
         pages.grow(columns["slot"], -(-columns["known"] // PAGE_TOKENS))
         engine.runner.sync_pages()
         for row in np.flatnonzero(columns["sel_count"]).tolist():
@@ -146,22 +165,21 @@ class StepTimer:
             chosen = np.sort(self._rng.choice(int(columns["tail_page"][row]), size=count, replace=False))
             lists[:, slot, :count] = torch.from_numpy(pages.table[slot, chosen]).to(lists.device)
 
-    def _step(self, columns: dict[str, NDArray[np.int64]]) -> float:
+    def _begin(self, columns: dict[str, NDArray[np.int64]]) -> None:
+        """Launch the step once more, every request being where the cell has it."""
         engine, slots = self._engine, self._engine.scheduler.slots
         at = columns["slot"]
         for name, values in columns.items():
             if name != "slot":
                 getattr(slots, name)[at] = values
+        slots.slack[at] = 0
+        slots.primed[at] = columns["primed"] > 0
         slots.generated[at] = 0
         slots.seeded[at] = True
         slots.limit[at] = _FOREVER
         engine.sequences.known[at] = columns["known"]
-        engine.forget_steps()
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        engine.step()
-        return time.perf_counter() - start
+        if not engine.begin_step():
+            raise EngineError("a profiled step was not planned: the scheduler has nothing to run")
 
     def _clear(self) -> None:
         engine = self._engine

@@ -17,7 +17,7 @@ class Mode(IntEnum):
     """What a row does in a step. An autoregressive row verifies a draft of length 0."""
 
     IDLE = 0
-    PREFILL = 1
+    PREFILL = 1  # tokens that the request brought, from the host
     DRAFT = 2
     VERIFY = 3
 
@@ -28,6 +28,10 @@ class StepPlan:
 
     Row r puts ``query_tokens[r]`` tokens at positions ``start[r] ..`` through the model. A DRAFT row reads the
     ``sel_count`` listed pages and everything from ``tail_page`` on; the others read their whole context.
+
+    A step may be planned while the one before runs. A row that verifies a draft there begins up to ``slack`` tokens
+    after ``start``, and its page list may be longer; `Scheduler.update` of that step sets the three right, in place.
+    ``features`` keep what was known when the step was planned.
     """
 
     step: int
@@ -36,6 +40,7 @@ class StepPlan:
     query_tokens: Ints
     start: Ints  # position of the first query token = KV tokens before it
     drafted: Ints  # draft tokens held before this step
+    slack: Ints  # 0 where ``start`` is exact
     samples: NDArray[np.bool_]  # whether the row yields tokens (all but unfinished prefill chunks)
     sel_count: Ints
     tail_page: Ints

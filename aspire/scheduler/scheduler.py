@@ -1,6 +1,8 @@
 """The scheduler: composes every step. Pure Python and numpy; the engine and the simulator execute what it plans.
 
-One step is ``plan = scheduler.schedule()``, an executor runs it, ``scheduler.update(plan, outcome)``.
+One step is ``plan = scheduler.schedule()``, an executor runs it, ``scheduler.update(plan, outcome)``. `schedule` may be
+called once more before that `update`: the next step is then planned while this one runs, and allows for what its
+verifications may commit (`Slots.slack`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import CapacityError, InputError, UsageError
+from aspire.scheduler.composition import features_of_rows, prefill_chunks
 from aspire.scheduler.config import SchedulerConfig
 from aspire.scheduler.features import CostModel, StepFeatures
 from aspire.scheduler.pages import PageTable
@@ -63,6 +66,7 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, submission order)
         self._on_release = on_release
         self._new_pages: list[Ints] = []  # block-table entries not yet handed to an executor
+        self._in_flight: list[StepPlan] = []  # planned, outcome not known
         self._step = 0
         self._arrived = self._finished = self._rejected = 0
         self._buckets = np.array(sorted(config.graph_buckets), dtype=np.int64)
@@ -71,7 +75,10 @@ class Scheduler:
     # ---- requests in and out -------------------------------------------------------------------------------------
 
     def set_policy(self, policy: PolicySpec) -> None:
-        """Use ``policy`` from the next step on. Running requests keep their drafts; page lists are made anew."""
+        """Use ``policy`` from the next step on, none being in flight. Requests keep their drafts; page lists are made
+        anew."""
+        if self._in_flight:
+            raise UsageError("set_policy while a step is in flight; finish the step first")
         built = policy.build(self.config.max_num_seqs)
         if built.needs_cost_model and self.cost_model is None and policy.params.get("cost_ratio") is None:
             raise UsageError(
@@ -137,44 +144,50 @@ class Scheduler:
     # ---- one step ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Compose the next step; None when there is nothing to run."""
+        """Compose the next step and move the state past it. None when there is nothing to run; while a step is in
+        flight, also when the next one must know its outcome: update first, then ask again."""
         if not self.requests:
             return None
         self.admit()
         slots = self.slots
         active = np.flatnonzero(slots.active)
-        remaining = slots.known[active] - slots.computed[active]
-        decoding = active[remaining == 1]
-        prefilling = active[remaining > 1]
+        primed = slots.primed[active]
+        decoding = active[primed & (slots.known[active] < slots.limit[active])]
+        prefilling = active[~primed]
+        if self._in_flight and self.pages.missing(decoding, self._pages_needed(decoding)) > self.pages.num_free:
+            return None  # whom to preempt depends on who is left
         preempted: list[str] = []
         modes, query, kept = self._decode_rows(decoding, prefilling, preempted)
         if preempted:
             prefilling = prefilling[slots.active[prefilling]]
-        chunks, chunk_tokens = self._prefill_rows(prefilling, int(query.sum()))
-        return self._compose(kept, modes, query, chunks, chunk_tokens, tuple(preempted))
+        budget = self.config.max_num_batched_tokens - int(query.sum())
+        chunks, chunk_tokens = prefill_chunks(slots, prefilling, budget)
+        plan = self._compose(kept, modes, query, chunks, chunk_tokens, tuple(preempted))
+        if plan is not None:
+            self._advance(plan)
+            self._in_flight.append(plan)
+        return plan
 
     def update(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
-        """Apply what came of ``plan``; returns the requests that finished in it."""
+        """Apply what came of ``plan``, the oldest in flight; returns the requests that finished in it."""
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise UsageError("update takes the plans of schedule in their order, each once")
+        del self._in_flight[0]
         slots = self.slots
         rows = slots.tenancy[plan.slots] == plan.tenancy
         if rows.all():
             rows = _EVERY  # nobody left since the step was planned: views, not copies
         rows_slots = plan.slots[rows]
-        modes, query = plan.modes[rows], plan.query_tokens[rows]
+        modes, query, drafted = plan.modes[rows], plan.query_tokens[rows], plan.drafted[rows]
         committed = outcome.committed[rows]
         draft, verify = modes == _DRAFT, modes == _VERIFY
-        slots.drafted[rows_slots[draft]] += 1
-        slots.drafted[rows_slots[~draft]] = 0
-        slots.known[rows_slots] += committed
         slots.generated[rows_slots] += committed
-        slots.computed[rows_slots] += np.where(modes == _PREFILL, query, committed)
-        sampled = rows_slots[~draft & plan.samples[rows]]
-        if len(sampled):
-            self._seed(sampled, plan.selects)
+        if (verify & (drafted > 0)).any():
+            self._settle(rows_slots, np.where(verify, drafted, 0), np.where(verify, committed - 1, 0))
         self._observe(plan, outcome, rows, draft, verify)
         finish = outcome.finish[rows].copy()
-        at_limit = (slots.known[rows_slots] >= slots.limit[rows_slots]) & (finish == _NONE) & ~draft
-        finish[at_limit] = _LENGTH
+        known = plan.start[rows] + np.where(verify, 1, query) + committed
+        finish[(known >= slots.limit[rows_slots]) & (finish == _NONE) & ~draft] = _LENGTH
         finished = []
         for index in np.flatnonzero(finish):
             request = self._leave(int(rows_slots[index]))
@@ -182,6 +195,19 @@ class Scheduler:
             finished.append(request)
         self._roll_back(rows_slots[verify & (finish == _NONE)])
         return finished
+
+    def discard_in_flight(self) -> None:
+        """A step failed: the requests of all steps in flight go back to the queue and are computed again."""
+        slots = self.slots
+        for plan in self._in_flight:
+            for slot in plan.slots[slots.tenancy[plan.slots] == plan.tenancy].tolist():
+                self._preempt(slot)
+        self._in_flight.clear()
+
+    @property
+    def in_flight(self) -> tuple[StepPlan, ...]:
+        """Steps planned and not yet updated, oldest first."""
+        return tuple(self._in_flight)
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
@@ -250,7 +276,7 @@ class Scheduler:
             turn = np.argsort(slots.last_step[kept], kind="stable")
             fits = np.sort(turn[np.cumsum(query[turn]) <= config.max_num_batched_tokens])
             modes, kept, query = modes[fits], kept[fits], query[fits]
-        needed = -(-(slots.computed[kept] + slots.drafted[kept] + 1) // config.block_size)
+        needed = self._pages_needed(kept)
         while self.pages.missing(kept, needed) > self.pages.num_free:
             victim = self._victim()
             preempted.append(self._preempt(victim))
@@ -259,12 +285,18 @@ class Scheduler:
         self._new_pages.append(self.pages.grow(kept, needed))
         return modes, query, kept
 
+    def _pages_needed(self, decoding: Ints) -> Ints:
+        """Pages [n] for the KV that a decoding row may write in the next step."""
+        slots = self.slots
+        tokens = slots.computed[decoding] + slots.slack[decoding] + slots.drafted[decoding] + 1
+        return -(-tokens // self.config.block_size)
+
     def _view(self, decoding: Ints, prefilling: Ints) -> PolicyView:
         slots = self.slots
         drafted = slots.drafted[decoding]
         context = slots.computed[decoding] + drafted + 1
         # a verification of d drafts commits up to d + 1 tokens, and its d + 1 query tokens must fit in a step
-        room = slots.limit[decoding] - slots.known[decoding] - 1
+        room = slots.limit[decoding] - slots.known[decoding] - slots.slack[decoding] - 1
         longest = min(self.policy.d_max, self.config.max_num_batched_tokens - 1)
         can_draft = slots.seeded[decoding] & (drafted < np.minimum(longest, room))
         tokens = float(min(self.config.max_num_batched_tokens, int((slots.known - slots.computed)[prefilling].sum())))
@@ -281,19 +313,6 @@ class Scheduler:
             other=other,
             cost_model=self.cost_model,
         )
-
-    def _prefill_rows(self, prefilling: Ints, used: int) -> tuple[Ints, Ints]:
-        """(slots, chunk lengths): what is left of the token budget goes to prompts, oldest first."""
-        budget = self.config.max_num_batched_tokens - used
-        if not len(prefilling) or budget <= 0:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        slots = self.slots
-        turn = prefilling[np.lexsort((slots.order[prefilling], slots.priority[prefilling]))]
-        want = slots.known[turn] - slots.computed[turn]
-        before = np.cumsum(want) - want
-        chunk = np.clip(budget - before, 0, want)
-        chosen = chunk > 0
-        return turn[chosen], chunk[chosen]
 
     def _compose(
         self, decode: Ints, modes: Ints, query: Ints, chunks: Ints, chunk_tokens: Ints, preempted: tuple[str, ...]
@@ -324,6 +343,7 @@ class Scheduler:
             query_tokens=row_query,
             start=start,
             drafted=drafted,
+            slack=slots.slack[rows],
             samples=samples,
             sel_count=slots.sel_count[rows],
             tail_page=slots.tail_page[rows],
@@ -331,42 +351,24 @@ class Scheduler:
             requests=tuple(slots.request_ids[rows].tolist()),
             tenancy=slots.tenancy[rows],
             preempted=preempted,
-            features=self._features(rows, row_modes, row_query, start, samples),
+            features=self._features(rows, row_modes, row_query, start, samples & ~draft),
             selects=self._selects,
         )
         self._step += 1
         return plan
 
-    def _features(self, rows: Ints, modes: Ints, query: Ints, start: Ints, samples: NDArray[np.bool_]) -> StepFeatures:
-        slots = self.slots
-        draft, prefill = modes == _DRAFT, modes == _PREFILL
-        context = start + query
-        drafts, prefills = int(np.count_nonzero(draft)), int(np.count_nonzero(prefill))
-        tokens, full = int(query.sum()), int(context.sum())
-        sparse, draft_full = 0, 0.0
-        if drafts:
-            drafting, at = context[draft], rows[draft]
-            sparse = int((slots.sel_count[at] - slots.tail_page[at]).sum()) * self.config.block_size + int(
-                drafting.sum()
-            )
-            full -= int(drafting.sum())
-            draft_full = self.full_layer_share * float(drafting.sum())
-        selecting, selecting_kv = 0, 0
-        if self.select_layer_share and self._selects:
-            chosen = ~draft & samples
-            selecting, selecting_kv = int(np.count_nonzero(chosen)), int(context[chosen].sum())
-        return StepFeatures.of(
-            rows=float(len(rows)),
-            query_tokens=float(tokens),
-            padded_tokens=float(self.padded(tokens)),
-            draft_rows=float(drafts),
-            verify_rows=float(len(rows) - drafts - prefills),
-            sparse_kv_tokens=float((1.0 - self.full_layer_share) * sparse),
-            full_kv_tokens=float(full + draft_full),
-            prefill_tokens=float(query[prefill].sum()) if prefills else 0.0,
-            prefill_qkv=float((query * context)[prefill].sum()) if prefills else 0.0,
-            select_kv_tokens=self.select_layer_share * selecting_kv + draft_full,
-            select_rows=float(selecting + (drafts if self.full_layer_share else 0)),
+    def _features(self, rows: Ints, modes: Ints, query: Ints, start: Ints, finds: NDArray[np.bool_]) -> StepFeatures:
+        return features_of_rows(
+            self.slots,
+            rows,
+            modes,
+            query,
+            start,
+            finds & (self._selects and self.select_layer_share > 0),
+            page_tokens=self.config.block_size,
+            padded_tokens=self.padded(int(query.sum())),
+            full_layer_share=self.full_layer_share,
+            select_layer_share=self.select_layer_share,
         )
 
     def padded(self, tokens: int) -> int:
@@ -379,10 +381,35 @@ class Scheduler:
         """Whether rows that verify now get page lists: not while nobody will draft."""
         return self.policy.drafts and not self.policy.resting
 
-    def _seed(self, sampled: Ints, selects: bool) -> None:
+    def _advance(self, plan: StepPlan) -> None:
+        """Move the state past ``plan``, every verification committing one token."""
+        slots, rows = self.slots, plan.slots
+        draft, prefill = plan.modes == _DRAFT, plan.modes == _PREFILL
+        finds = plan.samples & ~draft
+        slots.drafted[rows] = np.where(draft, plan.drafted + 1, 0)
+        slots.slack[rows] += np.where(draft | prefill, 0, plan.drafted)
+        slots.known[rows] += finds
+        slots.computed[rows] += np.where(prefill, plan.query_tokens, finds)
+        found = rows[finds]
+        slots.primed[found] = True
+        slots.seeded[found] = plan.selects
+        slots.sel_count[found], slots.tail_page[found] = self.policy_spec.selector.geometry(slots.computed[found])
+
+    def _settle(self, rows: Ints, drafts: Ints, more: Ints) -> None:
+        """Verifications of ``drafts`` in slots ``rows`` committed ``more`` tokens than one: put right the state and the
+        plan that was made without knowing it."""
         slots = self.slots
-        slots.seeded[sampled] = selects
-        slots.sel_count[sampled], slots.tail_page[sampled] = self.policy_spec.selector.geometry(slots.computed[sampled])
+        slots.slack[rows] -= drafts
+        slots.known[rows] += more
+        slots.computed[rows] += more
+        longer = rows[more > 0]
+        slots.sel_count[longer], slots.tail_page[longer] = self.policy_spec.selector.geometry(slots.computed[longer])
+        came, settled = np.zeros((2, len(slots.active)), dtype=np.int64)
+        came[rows], settled[rows] = more, drafts
+        for plan in self._in_flight:
+            plan.start[:] += came[plan.slots]
+            plan.slack[:] -= settled[plan.slots]
+            plan.sel_count[:], plan.tail_page[:] = slots.sel_count[plan.slots], slots.tail_page[plan.slots]
 
     def _observe(
         self,

@@ -15,8 +15,11 @@ Ints = NDArray[np.int64]
 class Slots:
     """State of up to ``max_slots`` running requests. All arrays are [max_slots].
 
-    ``known`` tokens are prompt plus committed output; ``computed`` of them have committed KV. A request decodes when
-    ``computed == known - 1``: its newest token is known and its KV not yet written.
+    ``known`` tokens are prompt plus committed output; ``computed`` of them have committed KV. A request that is
+    ``primed`` decodes: a step gave its newest token, whose KV is not yet written, so ``computed == known - 1``.
+
+    The state runs ahead of the steps in flight: it is what they leave behind if every verification commits one token,
+    its minimum. ``slack`` more may come. ``generated`` alone counts what outcomes have confirmed.
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -28,6 +31,8 @@ class Slots:
         self.known = np.zeros(max_slots, dtype=np.int64)
         self.computed = np.zeros(max_slots, dtype=np.int64)
         self.drafted = np.zeros(max_slots, dtype=np.int64)
+        self.slack = np.zeros(max_slots, dtype=np.int64)  # drafts in the verifications in flight
+        self.primed = np.zeros(max_slots, dtype=bool)
         self.generated = np.zeros(max_slots, dtype=np.int64)
         self.limit = np.zeros(max_slots, dtype=np.int64)  # known tokens at which the request ends
         self.seeded = np.zeros(max_slots, dtype=bool)  # a page list exists for the committed KV
@@ -54,6 +59,8 @@ class Slots:
         self.known[slot] = request.prompt_tokens + request.generated
         self.computed[slot] = 0
         self.drafted[slot] = 0
+        self.slack[slot] = 0
+        self.primed[slot] = False
         self.generated[slot] = request.generated
         self.limit[slot] = limit
         self.seeded[slot] = False

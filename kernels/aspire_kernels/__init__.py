@@ -2,9 +2,10 @@
 
 get_backend(name, device)   -> Backend: paged_attention, prepare, rms_norm, add_rms_norm, rope_and_kv_write,
 silu_mul,
-                               select_pages, sample, accept
+                               select_pages, sample, resolve, advance
 AttentionBatch              rows of one forward (attention/interface.py)
 SamplingRows, Sampled       sampling parameters and outcome (sample.py)
+SlotState, StepRows         what the device knows of its slots, rows of a step (step_state.py)
 PageBudget                  size of a drafting row's page list (select.py)
 gumbel_reference            the shared noise (noise.py)
 counters                    launches per path
@@ -16,6 +17,7 @@ from aspire_kernels.backend import Backend, get_backend
 from aspire_kernels.noise import gumbel_reference
 from aspire_kernels.sample import Sampled, SamplingRows
 from aspire_kernels.select import PageBudget
+from aspire_kernels.step_state import Resolved, SlotState, StepRows
 
 __all__ = [
     "MAX_VERIFY_QUERIES",
@@ -23,8 +25,11 @@ __all__ = [
     "AttentionBatch",
     "Backend",
     "PageBudget",
+    "Resolved",
     "Sampled",
     "SamplingRows",
+    "SlotState",
+    "StepRows",
     "counters",
     "get_backend",
     "gumbel_reference",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aspire.errors import UsageError, check_choice
-from aspire_kernels import accept, activation, norm, rope, sample, select
+from aspire_kernels import activation, norm, rope, sample, select, step_state
 from aspire_kernels._triton import HAS_TRITON, INTERPRETED
 from aspire_kernels.attention import paged, reference
 
@@ -30,7 +30,8 @@ class Backend:
     silu_mul: Callable[..., torch.Tensor]
     select_pages: Callable[..., None]
     sample: Callable[..., sample.Sampled]
-    accept: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    resolve: Callable[..., step_state.Resolved]
+    advance: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _nothing_to_prepare(*_args: Any, **_kwargs: Any) -> None:
@@ -47,7 +48,8 @@ REFERENCE = Backend(
     silu_mul=activation.silu_mul_reference,
     select_pages=select.select_pages_reference,
     sample=sample.sample_reference,
-    accept=accept.accept_reference,
+    resolve=step_state.resolve_reference,
+    advance=step_state.advance_reference,
 )
 
 
@@ -61,7 +63,8 @@ TRITON = Backend(
     silu_mul=activation.silu_mul,
     select_pages=select.select_pages,
     sample=sample.sample,
-    accept=accept.accept,
+    resolve=step_state.resolve,
+    advance=step_state.advance,
 )
 
 

@@ -2,17 +2,19 @@
 becomes of its drafts from the acceptance model.
 
 Two processes: arrivals put requests into the scheduler's queue at their times; the engine loop plans a step, waits as
-long as it takes, and applies its outcome.
+long as it takes, and applies its outcome. With ``async_scheduling`` it plans the next step when this one begins, as the
+engine does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
 
 from aspire.errors import CapacityError, EngineError, InputError, UsageError
 from aspire.rundir import Run
@@ -25,6 +27,15 @@ from aspire_simulator.workload import Workload
 
 Events = Generator[simpy.Event, Any, None]
 Progress = Callable[[int, int, float], None]  # finished requests, all requests, simulated seconds
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A step with the requests in its rows, which may have ended when it does."""
+
+    plan: StepPlan
+    planned_s: float
+    owner: NDArray[np.int64]  # [rows] request number
 
 
 class Simulation:
@@ -63,6 +74,9 @@ class Simulation:
         self._progress = progress
         self._noise = noise
         self._rng = np.random.default_rng([seed, 3])
+        if isinstance(policy, OracleSpec):  # hindsight on a step whose outcome is not applied yet would be a guess
+            config = replace(config, async_scheduling=False)
+        self._async = config.async_scheduling
         spec = policy.stand_in() if isinstance(policy, OracleSpec) else policy
         self.scheduler = Scheduler(config, spec, cost_model, on_release=self._released)
         longest = int(workload.output_tokens.max())
@@ -136,9 +150,10 @@ class Simulation:
     def _engine(self) -> Events:
         env, scheduler = self._env, self.scheduler
         yield env.timeout(0)  # requests that arrive at 0 are in the queue before the first step
+        ahead: _Planned | None = None
         while True:
-            plan = scheduler.schedule()
-            if plan is None:
+            step = ahead or self._plan()
+            if step is None:
                 if self._all_submitted:
                     if scheduler.has_work:
                         raise EngineError(f"{scheduler.counts} and yet nothing to run: the scheduler is stuck")
@@ -147,9 +162,10 @@ class Simulation:
                 yield self._wake
                 continue
             start_s = env.now
-            seconds = self._seconds(plan)
+            seconds = self._seconds(step.plan)
+            ahead = self._plan() if self._async else None
             yield env.timeout(seconds)
-            self._finish_step(plan, start_s, seconds)
+            self._finish_step(step, start_s, seconds)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -159,16 +175,21 @@ class Simulation:
             seconds *= float(np.exp(self._rng.normal(-0.5 * self._noise**2, self._noise)))
         return seconds
 
-    def _finish_step(self, plan: StepPlan, start_s: float, seconds: float) -> None:
-        slots = plan.slots
-        fresh = slots[self._owner[slots] < 0]
-        for slot in fresh.tolist():
+    def _plan(self) -> _Planned | None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return None
+        for slot in plan.slots[self._owner[plan.slots] < 0].tolist():
             self._attach(slot)
-        outcome = self._outcomes.of(plan, self.scheduler.slots.generated, seconds)
-        owner = self._owner[slots]
+        return _Planned(plan, self._env.now, self._owner[plan.slots])
+
+    def _finish_step(self, step: _Planned, start_s: float, seconds: float) -> None:
+        plan, scheduler = step.plan, self.scheduler
+        alive = scheduler.slots.tenancy[plan.slots] == plan.tenancy
+        outcome = self._outcomes.of(plan, alive, scheduler.slots.generated, seconds)
         self._left[:] = False
-        finished = self.scheduler.update(plan, outcome)
-        log_step(self.log, plan, outcome, owner, start_s, self._left[slots])
+        finished = scheduler.update(plan, outcome)
+        log_step(self.log, plan, outcome, step.owner, start_s, self._left[plan.slots] & alive, step.planned_s)
         if finished:
             self._done += len(finished)
             if not self._room.triggered:

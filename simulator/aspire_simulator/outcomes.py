@@ -43,14 +43,17 @@ class SlotOutcomes:
         gain = self._gain[np.minimum(drafted, len(self._gain) - 1)]
         return np.asarray(intact & (self._difficulty[slots, generated + drafted] < gain))
 
-    def of(self, plan: StepPlan, generated: Ints, seconds: float) -> StepOutcome:
-        """Outcome of ``plan``; ``generated`` [max_slots] are the output tokens each slot has committed."""
+    def of(self, plan: StepPlan, alive: NDArray[np.bool_], generated: Ints, seconds: float) -> StepOutcome:
+        """Outcome of ``plan``; ``generated`` [max_slots] are the output tokens each slot has committed.
+
+        ``alive`` [rows]: the request is still there; nothing comes of rows whose request ended while they were planned.
+        """
         slots, drafted = plan.slots, plan.drafted
         modes = plan.modes
-        accepted = self._right[slots] * ((modes == VERIFY) & (drafted > 0))
-        committed = (plan.samples & (modes != DRAFT)) + accepted
+        accepted = self._right[slots] * (alive & (modes == VERIFY) & (drafted > 0))
+        committed = (alive & plan.samples & (modes != DRAFT)) + accepted
         margin = np.full(len(slots), np.nan)
-        rows = np.flatnonzero(modes == DRAFT)
+        rows = np.flatnonzero(alive & (modes == DRAFT))
         if len(rows):
             at, held = slots[rows], drafted[rows]
             place = generated[at] + held

@@ -77,8 +77,8 @@ def recorded_cost_model(run: Run) -> CostModel | None:
 def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
     """Replay ``run`` (from `read_run`, with rows). ``cost_model`` defaults to the one recorded in config.json.
 
-    Requests are queued in the order of the request table; one is in the queue of every step that starts at or after its
-    arrival. Aborts take effect before the first step that starts at or after their finish time.
+    Requests are queued in the order of the request table; one is in the queue of every step that is planned at or after
+    its arrival. Aborts take effect before the first step that is planned at or after their finish time.
     """
     config, policy = config_of(run)
     log, table = run.steps, run.requests
@@ -88,20 +88,39 @@ def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
     number = {name: index for index, name in enumerate(table.request_id)}
     order = np.argsort(table.arrival_s, kind="stable").tolist()
     aborts = [i for i in np.argsort(table.finish_s, kind="stable").tolist() if table.status[i] == "abort"]
+    plans: list[StepPlan] = []  # in flight
+    compared = 0
+
+    def finish_step() -> str:
+        """Apply the recorded outcome of the oldest step in flight; what differs from the recording, in words."""
+        nonlocal compared
+        plan, step = plans.pop(0), compared
+        owner = np.array([number[name] for name in plan.requests])
+        if difference := _difference(plan, owner, log, step):
+            return f"step {step}: {difference}"
+        scheduler.update(plan, _outcome(log, step, table.status))
+        compared += 1
+        return ""
+
+    ahead = log.planned_ahead
     for step in range(len(log)):
-        start_s = float(log.start_s[step])
-        while order and table.arrival_s[order[0]] <= start_s:
+        if not ahead[step] and plans and (difference := finish_step()):
+            return ReplayReport(len(log), compared, difference)
+        planned_s = float(log.planned_s[step])
+        while order and table.arrival_s[order[0]] <= planned_s:
             _submit(scheduler, run, order.pop(0))
-        while aborts and table.finish_s[aborts[0]] <= start_s:
+        while aborts and table.finish_s[aborts[0]] <= planned_s:
             scheduler.abort(table.request_id[aborts.pop(0)])
         plan = scheduler.schedule()
         if plan is None:
-            return ReplayReport(len(log), step, f"step {step}: the scheduler has nothing to run, the run had")
-        owner = np.array([number[name] for name in plan.requests])
-        if difference := _difference(plan, owner, log, step):
-            return ReplayReport(len(log), step, f"step {step}: {difference}")
-        scheduler.update(plan, _outcome(log, step, table.status))
-    return ReplayReport(len(log), len(log), "")
+            return ReplayReport(len(log), compared, f"step {step}: the scheduler has nothing to run, the run had")
+        plans.append(plan)
+        if ahead[step] and (difference := finish_step()):
+            return ReplayReport(len(log), compared, difference)
+    while plans:
+        if difference := finish_step():
+            return ReplayReport(len(log), compared, difference)
+    return ReplayReport(len(log), compared, "")
 
 
 def _submit(scheduler: Scheduler, run: Run, index: int) -> None:

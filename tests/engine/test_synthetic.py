@@ -64,5 +64,4 @@ def test_nothing_is_drawn_where_nothing_was_drafted() -> None:
     engine.add_request("a", [1], SamplingParams(max_tokens=4, ignore_eos=True))
     plan = engine.scheduler.schedule()
     assert plan is not None
-    none = np.zeros(plan.num_rows, dtype=np.int64)
-    assert drawn.draw(plan, none) is none
+    assert drawn.draw(plan).tolist() == [-1]

@@ -27,6 +27,7 @@ class Limits:
     max_num_batched_tokens: int = 64
     max_model_len: int = 160
     num_pages: int | None = None
+    async_scheduling: bool = False
 
 
 class LinearCost:
@@ -80,6 +81,7 @@ def make_engine(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
         num_pages=limits.num_pages,
+        async_scheduling=limits.async_scheduling,
     )
     engine = LLMEngine(config, cost_model=LinearCost(), model=tiny_model(model, device, dtype))
     engine._tokenizer = LetterTokenizer()  # type: ignore[assignment]
@@ -154,10 +156,12 @@ def check_engine(engine: LLMEngine) -> None:
     assert len(np.unique(owned)) == len(owned) and (owned > 0).all(), "a page has two owners, or is the trash page"
     assert pages.num_free + len(owned) == pages.num_usable
     assert (pages.held[~slots.active] == 0).all(), "an empty slot holds pages"
+    assert len(scheduler.in_flight) <= engine.scheduler_config.async_scheduling, "a step was left in flight"
     for slot in np.flatnonzero(slots.active).tolist():
         known, computed, drafted = int(slots.known[slot]), int(slots.computed[slot]), int(slots.drafted[slot])
         assert computed < known <= slots.limit[slot] <= engine.scheduler_config.max_model_len
-        assert known + drafted <= slots.limit[slot] and drafted <= 16
+        assert known + slots.slack[slot] + drafted <= slots.limit[slot] and drafted <= 16
+        assert slots.slack[slot] == 0 or scheduler.in_flight
         assert drafted == 0 or computed == known - 1
         assert pages.held[slot] * PAGE_TOKENS >= computed + drafted, "KV was written beyond the pages held"
         on_device = engine.runner.block_table[slot, : pages.held[slot]].cpu().numpy()
@@ -165,7 +169,8 @@ def check_engine(engine: LLMEngine) -> None:
         request = slots.requests[slot]
         assert request is not None and scheduler.slot_of(request.request_id) == slot
         if computed:
-            assert engine.sequences.known[slot] == known
+            assert engine.sequences.known[slot] == request.prompt_tokens + slots.generated[slot]
+            assert known == engine.sequences.known[slot] or scheduler.in_flight
             assert engine.sequences.prompt_tokens[slot] == request.prompt_tokens
 
 

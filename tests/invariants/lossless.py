@@ -82,8 +82,8 @@ class _Player:
         slots, vocab_size = self._engine.scheduler.slots, self._engine.loaded.config.vocab_size
         for slot in np.flatnonzero(slots.active & (slots.drafted > 0)).tolist():
             if rng.random() < 0.3:
-                place = int(slots.known[slot] + rng.integers(slots.drafted[slot]))
-                self._engine.sequences.tokens[slot, place] = rng.integers(vocab_size)
+                place = 1 + int(rng.integers(slots.drafted[slot]))
+                self._engine.runner.state.pending[slot, place] = int(rng.integers(vocab_size))
 
 
 def autoregressive(scenario: Scenario) -> Run:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aspire.engine.llm_engine import _seed_of
+from aspire.engine.live import seed_of
 from aspire.models import DenseAttend
 from aspire.sampling_params import SamplingParams
 from aspire_kernels import SamplingRows, get_backend
@@ -53,7 +53,7 @@ def sample_one(logits: Tensor, params: SamplingParams, seed: int, position: int)
 
 def seed_for(params: SamplingParams, request_id: str, engine_seed: int) -> int:
     """The seed that a request draws with."""
-    return _seed_of(engine_seed, request_id) if params.seed is None else params.seed
+    return seed_of(engine_seed, request_id) if params.seed is None else params.seed
 
 
 class DenseOracle:

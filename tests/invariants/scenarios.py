@@ -200,6 +200,7 @@ def draw_scenario(draw: Draw) -> Scenario:
         max_num_batched_tokens=seqs + draw.choice((60, 30, 4, 0, 200)),
         max_model_len=max_model_len,
         num_pages=draw.choice(spare if storm else (None, *spare)),
+        async_scheduling=draw.choice((False, True)),
     )
     sabotage = draw.choice((None, draw.integer(0, 2**16)))
     return Scenario(model, tuple(asks), tuple(schedules), limits, draw.integer(0, 3), sabotage)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from aspire.engine.llm_engine import LLMEngine
@@ -58,7 +59,7 @@ def test_kv_after_every_pair_of_drafted_and_accepted(kind: str, model: str, temp
             run = expected[known : known + drafted]
             if accepted < drafted:
                 run[accepted] = (run[accepted] + 1) % 128
-            engine.sequences.tokens[0, known : known + drafted] = run
+            engine.runner.state.pending[0, 1 : 1 + drafted] = torch.tensor(run, dtype=torch.int32)
             before = policy.round
             engine.step()
             assert policy.round == before + 1

@@ -81,29 +81,3 @@ def test_rope_equals_hugging_face() -> None:
     )  # fmt: skip
     assert relative_error(ours, q_out[0].transpose(0, 1)) < 1e-6
     assert relative_error(cache[0, 0, :, :7], k_out[0]) < 1e-6
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("padded", [False, True])
-def test_accept(padded: bool, device: str) -> None:
-    kernel = get_backend("triton", device)
-    rows, width = 40, 5
-
-    def ints(high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(0, high, shape, dtype=torch.int32, device=device)
-
-    draft, target = ints(2, rows, width), ints(2, rows, width + 1)
-    drafted, computed = ints(width + 1, rows), ints(99, rows)
-    live = ints(2, rows) if padded else None
-    got = kernel.accept(draft, drafted, target, computed, live)
-    expected = REFERENCE.accept(draft, drafted, target, computed, live)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    for r in range(rows):
-        if live is not None and not live[r]:
-            assert int(got[0][r]) == 0 and int(got[2][r]) == int(computed[r])
-            continue
-        a = 0
-        while a < int(drafted[r]) and draft[r, a] == target[r, a]:
-            a += 1
-        assert int(got[0][r]) == a and int(got[2][r]) == int(computed[r]) + a + 1
-        assert got[1][r].tolist() == target[r, : a + 1].tolist() + [-1] * (width - a)

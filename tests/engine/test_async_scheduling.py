@@ -1,0 +1,103 @@
+"""The engine with steps launched ahead: the same text, a log that replays, nothing left in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from aspire import SamplingParams  # noqa: E402
+from aspire.engine.llm_engine import LLMEngine  # noqa: E402
+from aspire.rundir import Run, read_run, write_run  # noqa: E402
+from aspire.scheduler import PolicySpec  # noqa: E402
+from aspire_simulator import replay  # noqa: E402
+from tests.invariants.cases import prompt_of, small  # noqa: E402
+from tests.invariants.harness import Limits, LinearCost, check_drained, drive, make_engine  # noqa: E402
+
+POLICIES = {
+    "autoregressive": {},
+    "fixed": {"g": 3},
+    "staggered": {"g": 3},
+    "fsm": {},
+    "aspire": {"cost_ratio": 0.1},
+    "goodput": {"cost_ratio": 0.1},
+}
+
+
+def _engine(policy: str, *, ahead: bool, num_pages: int | None = None) -> LLMEngine:
+    limits = Limits(4, 64, 160, num_pages=num_pages, async_scheduling=ahead)
+    return make_engine("llama", PolicySpec(kind=policy, params=POLICIES[policy], selector=small("verify")), limits)
+
+
+def _submit(engine: LLMEngine, **params: object) -> None:
+    for index in range(7):
+        sampling = SamplingParams(temperature=0.8, max_tokens=30, **params)  # type: ignore[arg-type]
+        engine.add_request(str(index), prompt_of(11 + 9 * index), sampling, arrival_s=0.0)
+
+
+@pytest.mark.parametrize("num_pages", [None, 16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_text_and_a_log_that_replays(policy: str, num_pages: int | None, tmp_path) -> None:  # noqa: ANN001
+    plain, engine = _engine("autoregressive", ahead=False), _engine(policy, ahead=True, num_pages=num_pages)
+    for each in (plain, engine):
+        _submit(each)
+    texts = [
+        {name: output.outputs[0].token_ids for name, output in drive(each).outputs.items()} for each in (plain, engine)
+    ]
+    assert texts[0] == texts[1]
+    table, log, config = engine.record()
+    assert config["scheduler"]["async_scheduling"] and log.planned_ahead.mean() > 0.4
+    run = read_run(write_run(tmp_path / "run", Run(config, table, log)))
+    report = replay(run, LinearCost())
+    assert (report.equal_share, report.difference) == (1.0, "")
+    assert int(table.output_tokens.sum()) == sum(len(tokens) for tokens in texts[1].values())
+
+
+def test_penalties_are_not_planned_ahead_and_others_are() -> None:
+    engine = _engine("fixed", ahead=True)
+    engine.add_request("penal", prompt_of(20), SamplingParams(max_tokens=12, repetition_penalty=1.2, ignore_eos=True))
+    engine.add_request("plain", prompt_of(20), SamplingParams(max_tokens=40, ignore_eos=True))
+    drive(engine)
+    log = engine.log
+    last = int(np.flatnonzero((log.column("request") == 0) & (log.column("finished") == 1))[0])
+    ahead, end = log.planned_ahead, int(log.step_of_row()[last])
+    # a step in flight when the request came may still be ahead
+    assert not ahead[2 : end + 1].any() and ahead[end + 2 :].all()
+
+
+def test_a_failing_step_gives_its_requests_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, engine = _engine("autoregressive", ahead=False), _engine("fixed", ahead=True)
+    for each in (expected, engine):
+        _submit(each, ignore_eos=True)
+    outputs = {}
+    for _ in range(12):
+        outputs.update({output.request_id: output for output in engine.step()})
+    forward = engine.runner.forward
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner, "forward", lambda *_a, **_k: (_ for _ in ()).throw(RuntimeError("device lost")))
+        with pytest.raises(RuntimeError, match="device lost"):
+            engine.step()
+    assert engine.runner.forward == forward and not engine.scheduler.in_flight
+    assert engine.scheduler.counts.running == 0
+    outputs.update(drive(engine).outputs)
+    wanted = {name: output.outputs[0].token_ids for name, output in drive(expected).outputs.items()}
+    assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == wanted
+
+
+def test_a_policy_is_switched_and_requests_aborted_with_a_step_in_flight() -> None:
+    engine = _engine("fixed", ahead=True)
+    _submit(engine, ignore_eos=True)
+    finished = set()
+    for _ in range(9):
+        finished |= {output.request_id for output in engine.step()}
+    engine.set_policy("autoregressive")
+    assert not engine.scheduler.in_flight
+    for _ in range(3):
+        finished |= {output.request_id for output in engine.step()}
+    for name in list(engine.scheduler.requests):
+        engine.abort(name)
+    while engine.has_unfinished_requests:
+        finished |= {output.request_id for output in engine.step()}
+    check_drained(engine)
+    assert not engine.scheduler.in_flight
