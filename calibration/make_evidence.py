@@ -3,8 +3,8 @@
     python calibration/make_evidence.py OUTPUT --profile SAMPLES MODEL [--profile SAMPLES MODEL ...] [--run RUN ...]
 
 SAMPLES and MODEL belong together (`aspire profile`, `aspire calibrate`). A RUN is a run directory, or a folder of them
-as `aspire bench` writes; it is priced by the profile of its model and hardware, or where there is none by the cost model
-it was scheduled with. The hardware named in the file is that of the samples, wherever this script runs.
+as `aspire bench` writes. It is priced by the profile of its model and hardware, or where there is none by the cost
+model it was scheduled with. The hardware named in the file is that of the samples, wherever this script runs.
 """
 
 from __future__ import annotations
