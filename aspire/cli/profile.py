@@ -47,7 +47,7 @@ def _profile(
     json: Json = False,
 ) -> None:
     """Time steps over a grid of rows, contexts, draft lengths and prefill chunks; killed, it goes on from there."""
-    from aspire_calibration import plan_info, profile_plan, refiner, run_profile
+    from aspire_calibration import LoadedCostModel, analytic_for, plan_info, profile_plan, refiner, run_profile
     from aspire_calibration.profile import summary
 
     console = Console(quiet=quiet, json=json)
@@ -58,8 +58,11 @@ def _profile(
     timer = StepTimer(llm.engine, repeats=repeats, max_seconds=MAX_CELL_S)
     limits = timer.limits()
     plan = profile_plan(limits, seed=engine.settings["seed"], levels=levels, with_prefill=prefill)
+    header = _header(timer.header())
     one_page = page_bytes(llm.engine.loaded.config, llm.engine.loaded.model.dtype)
-    info = plan_info(plan, page_bytes=one_page, repeats=repeats)
+    known = analytic_for(str(header.hardware.get("name")), header.model)
+    cost = LoadedCostModel(known, warn=lambda message: None) if known is not None else None
+    info = plan_info(plan, page_bytes=one_page, repeats=repeats, cost=cost)
     if dry_run:
         console.data(info.text())
         console.result(vars(info))
@@ -70,7 +73,7 @@ def _profile(
             timer.time_cell,
             plan,
             output,
-            _header(timer.header()),
+            header,
             budget_s=None if budget_minutes is None else budget_minutes * 60,
             repeats=repeats,
             progress=lambda at: progress.update(at.done, _note(at), total=at.total),

@@ -9,7 +9,7 @@ What to time and how
 From samples to a cost model
     calibrate                                                    compare forms, keep the best, report held-out error
     CostModelFile, LoadedCostModel, load_cost_model              cost_model.json; predict, marginal, check_matches
-    analytic_model, scale_from, HARDWARE, ModelShape             what-if models from public figures; scaling
+    analytic_model, analytic_for, scale_from, HARDWARE           what-if models from public figures; scaling
     OnlineCostModel                                              corrections learned from the step timings of a run
 
 Is it true?
@@ -24,7 +24,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aspire_calibration.analytic import HARDWARE, MODELS, Hardware, ModelShape, analytic_model, scale_from
+    from aspire_calibration.analytic import (
+        HARDWARE,
+        MODELS,
+        Hardware,
+        ModelShape,
+        analytic_for,
+        analytic_model,
+        scale_from,
+    )
     from aspire_calibration.cells import Cell, RowGroup, ar, draft, mixed, padded_tokens, prefill, ragged, verify
     from aspire_calibration.fit import calibrate
     from aspire_calibration.model import CostModelFile
@@ -50,7 +58,9 @@ _WHERE = {
     "calibrate": "fit",
     "CostModelFile": "model",
     **dict.fromkeys(("LoadedCostModel", "load_cost_model"), "predict"),
-    **dict.fromkeys(("analytic_model", "scale_from", "HARDWARE", "MODELS", "Hardware", "ModelShape"), "analytic"),
+    **dict.fromkeys(
+        ("analytic_for", "analytic_model", "scale_from", "HARDWARE", "MODELS", "Hardware", "ModelShape"), "analytic"
+    ),
     "OnlineCostModel": "online",
     **dict.fromkeys(("accuracy_rows", "quick_profile_row", "run_error_row", "comparison_table"), "reporting"),
     **dict.fromkeys(("validate_steps", "RunValidation"), "validate"),
@@ -76,6 +86,7 @@ __all__ = [
     "Samples",
     "SamplesHeader",
     "accuracy_rows",
+    "analytic_for",
     "analytic_model",
     "ar",
     "by_regime",

@@ -106,6 +106,19 @@ def hardware_named(name: str) -> Hardware:
     return HARDWARE[check_choice("hardware", name.lower(), HARDWARE)]
 
 
+def analytic_for(hardware: str, model: dict[str, Any]) -> CostModelFile | None:
+    """The what-if model of a device by the name that its driver gives and a model by its shape; None if unknown.
+
+    ``model``: as in the header of samples, with the keys of `ModelShape` among others.
+    """
+    plain = hardware.lower().replace(" ", "")
+    device = next((known for short, known in HARDWARE.items() if short.removeprefix("rtx") in plain), None)
+    needed = [name for name in ModelShape.__dataclass_fields__ if name not in ("dtype_bytes", "tied_head")]
+    if device is None or not set(needed) <= set(model):
+        return None
+    return analytic_model(device, ModelShape.from_dict({name: model[name] for name in needed}))
+
+
 def analytic_model(
     hardware: str | Hardware,
     shape: str | ModelShape,

@@ -17,6 +17,7 @@ from aspire_calibration import (
     CostModelFile,
     LoadedCostModel,
     ModelShape,
+    analytic_for,
     analytic_model,
     calibrate,
     scale_from,
@@ -112,3 +113,13 @@ def test_refusals():
         ModelShape.from_dict({"layer": 3})
     with pytest.raises(UsageError, match="model shape needs"):
         ModelShape.from_dict({"layers": 3})
+
+
+def test_a_device_is_known_by_the_name_its_driver_gives() -> None:
+    shape = {**{name: getattr(MODELS["qwen3-8b"], name) for name in ("layers", "hidden", "heads", "kv_heads")}}
+    shape |= {"head_dim": 128, "intermediate": 12288, "vocab": 151936, "name": "mine", "architecture": "qwen3"}
+    for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "x86_64 CPU, 2 cores"):
+        known = analytic_for(name, shape)
+        assert known is not None and known.kind == "analytic" and known.model["hidden"] == 4096
+    assert analytic_for("TPU v9", shape) is None
+    assert analytic_for("NVIDIA H200", {"name": "of unknown shape"}) is None
