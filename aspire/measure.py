@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from aspire.errors import InputError
+from aspire.compare import Text
 from aspire.evidence import provenance
 from aspire.rundir import Run
 from aspire.runlog import VERIFY
@@ -34,6 +35,14 @@ class Measured:
 
     outputs: list[RequestOutput | None]
     run: Run
+    margins: list[NDArray[np.float32] | None]  # [output tokens] of each prompt, where they were asked for
+
+    def texts(self) -> list[Text | None]:
+        """The outputs as `aspire.compare.compare` takes them."""
+        return [
+            None if output is None else Text(output.request_id, output.outputs[0].token_ids, margin)
+            for output, margin in zip(self.outputs, self.margins, strict=True)
+        ]
 
 
 @dataclass
@@ -52,6 +61,7 @@ class _Queue:
     params: Sequence[SamplingParams]
     arrival_s: Sequence[float]
     order: list[int] = field(default_factory=list)
+    submitted: list[str] = field(default_factory=list)  # names by the engine's number of the request
 
     def __post_init__(self) -> None:
         self.order = sorted(range(len(self.names)), key=lambda index: self.arrival_s[index])[::-1]
@@ -65,6 +75,34 @@ class _Queue:
             given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text or ""
             at_s = self.arrival_s[index] if self.arrival_s[index] > 0 else None
             engine.add_request(self.names[index], given, self.params[index], arrival_s=at_s)
+            self.submitted.append(self.names[index])
+
+
+class _RoundLimit:
+    """Ends every request after so many rounds of drafts."""
+
+    def __init__(self, rounds: int, names: Sequence[str]) -> None:
+        self._names = names  # by the engine's number of the request; grows as they are submitted
+        self._rounds = rounds
+        self._had = np.zeros(0, dtype=np.int64)
+        self._seen = 0  # rows of the log
+
+    def end(self, engine: LLMEngine) -> list[RequestOutput]:
+        """Abort the requests that have had their rounds; returns what they have."""
+        log = engine.log
+        new = slice(self._seen, log.num_rows)
+        self._seen = log.num_rows
+        verified = (log.column("mode")[new] == VERIFY) & (log.column("drafted")[new] > 0)
+        request = log.column("request")[new][verified]
+        self._had = np.append(self._had, np.zeros(len(self._names) - len(self._had), dtype=np.int64))
+        self._had[request] += 1
+        ended = []
+        for index in request[self._had[request] == self._rounds].tolist():
+            name = self._names[index]
+            if name in engine.scheduler.requests:
+                ended.append(engine.output_of(name))
+                engine.abort(name)
+        return ended
 
 
 def run_requests(
@@ -73,6 +111,8 @@ def run_requests(
     params: Sequence[SamplingParams],
     *,
     arrival_s: Sequence[float] | None = None,
+    rounds: int | None = None,
+    margins: bool = False,
     cost_model: dict[str, Any] | None = None,
     on_finish: Callable[[RequestOutput], None] | None = None,
     on_progress: Callable[[int, int, int], None] | None = None,
@@ -80,10 +120,11 @@ def run_requests(
 ) -> Measured:
     """Generate for every prompt and record the run.
 
-    ``arrival_s``: seconds from the start, by prompt; None: all at once. ``cost_model``: the JSON object of the model
-    that the policy used, kept in the run's config so that it can be replayed. ``on_progress``: finished requests, all
-    requests, output tokens so far. Raises `InputError` for a prompt that cannot run, before any runs when all arrive at
-    once.
+    ``arrival_s``: seconds from the start, by prompt; None: all at once. ``rounds``: end every request after so many
+    rounds of drafts, so that all weigh the same. ``margins``: keep that of every token. ``cost_model``: the JSON object
+    of the model that the policy used, kept in the run's config so that it can be replayed. ``on_progress``: finished
+    requests, all requests, output tokens so far. Raises `InputError` for a prompt that cannot run, before any runs when
+    all arrive at once.
     """
     names = [prompt.prompt_id for prompt in prompts]
     if len(set(names)) != len(names):
@@ -91,7 +132,8 @@ def run_requests(
     queue = _Queue(names, prompts, params, arrival_s if arrival_s is not None else [0.0] * len(names))
     finished: dict[str, RequestOutput] = {}
     tokens = 0
-    engine.begin_record()
+    limit = None if rounds is None else _RoundLimit(rounds, queue.submitted)
+    engine.begin_record(margins=margins)
     try:
         queue.submit(engine)
         while queue.order or engine.has_unfinished_requests:
@@ -99,12 +141,13 @@ def run_requests(
                 queue.order.clear()
                 _abort_waiting(engine)
             outputs = engine.step()
+            if limit is not None:
+                outputs += limit.end(engine)
             for output in outputs:
                 tokens += len(output.new_token_ids)
-                if output.finished:
-                    finished[output.request_id] = output
-                    if on_finish is not None:
-                        on_finish(output)
+                finished[output.request_id] = output
+                if on_finish is not None:
+                    on_finish(output)
             if on_progress is not None:
                 on_progress(len(finished), len(names), tokens)
             if not outputs and not engine.has_unfinished_requests and queue.order:
@@ -118,7 +161,8 @@ def run_requests(
     if cost_model is not None:
         config["cost_model"] = cost_model
     run = Run(config, table, steps, meta=provenance())
-    return Measured([finished.get(name) for name in names], run)
+    kept = dict(zip(queue.submitted, engine.margins() or [], strict=False))
+    return Measured([finished.get(name) for name in names], run, [kept.get(name) for name in names])
 
 
 def _abort_waiting(engine: LLMEngine) -> None:
@@ -129,35 +173,6 @@ def _abort_waiting(engine: LLMEngine) -> None:
     ]
     for name in waiting:
         engine.abort(name)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far two runs of the same prompts gave the same tokens."""
-
-    equal: int
-    compared: int
-    first_difference: str  # in words; empty when there is none
-
-
-def agreement(ours: Sequence[RequestOutput | None], theirs: Sequence[RequestOutput | None]) -> Agreement:
-    """Compare outputs prompt by prompt; pairs in which one did not finish are left out."""
-    if len(ours) != len(theirs):
-        raise InputError(f"{len(ours)} and {len(theirs)} outputs cannot be compared; run the same prompts")
-    equal, compared, difference = 0, 0, ""
-    for mine, other in zip(ours, theirs, strict=True):
-        if mine is None or other is None:
-            continue
-        compared += 1
-        left, right = mine.outputs[0].token_ids, other.outputs[0].token_ids
-        if left == right:
-            equal += 1
-        elif not difference:
-            place = next(
-                (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-            )
-            difference = f"request {mine.request_id} differs first at output token {place}"
-    return Agreement(equal, compared, difference)
 
 
 def predicted_and_observed(run: Run, cost_model: CostModel) -> dict[str, Any]:
@@ -179,10 +194,10 @@ def predicted_and_observed(run: Run, cost_model: CostModel) -> dict[str, Any]:
     }
 
 
-def accepted_by_request(run: Run) -> list[float]:
-    """Mean accepted drafts of a round, by request, for requests that had rounds."""
+def accepted_by_request(run: Run, drafted: int = 1) -> list[float]:
+    """Mean accepted drafts of the rounds of at least ``drafted`` drafts, by request, for requests that had such."""
     steps = run.steps
-    rounds = (steps.column("mode") == VERIFY) & (steps.column("drafted") > 0)
+    rounds = (steps.column("mode") == VERIFY) & (steps.column("drafted") >= drafted)
     request, accepted = steps.column("request")[rounds], steps.column("accepted")[rounds]
     counts = np.bincount(request, minlength=len(run.requests))
     sums = np.bincount(request, weights=accepted, minlength=len(run.requests))

@@ -32,6 +32,15 @@ def _acceptance(
     ] = "0.07",
     min_pages: Annotated[int, typer.Option("--min-pages", min=1, help="Least pages of a budget.")] = 32,
     draft_length: Annotated[int, typer.Option("--draft-length", min=1, max=16, help="Drafts of a round.")] = 10,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            help="End every request after so many rounds, so that all weigh the same.",
+            show_default="to the end of the text",
+        ),
+    ] = None,
     output_dir: Annotated[
         Path, typer.Option("--output-dir", "-o", help="Run directories and acceptance.json go here.")
     ] = Path("runs/acceptance"),
@@ -45,27 +54,25 @@ def _acceptance(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Measure acceptance with fixed drafts; writes acceptance.json, which tune and simulate read."""
+    """Measure acceptance with fixed drafts; writes acceptance.json, which tune and simulate read.
+
+    The prompts are first decoded autoregressively, and every text is compared with that.
+    """
     from dataclasses import replace
 
+    from aspire.acceptance import AcceptanceStudy
     from aspire.fileio import write_json_atomic
-    from aspire.measure import accepted_by_request, run_requests
     from aspire.rundir import write_run
     from aspire.scheduler import PolicySpec, SelectorSpec
     from aspire_simulator.fitting import fit_acceptance
-    from aspire_simulator.metrics import summarize
 
     console = Console(quiet=quiet, json=json)
     kinds = [part.strip() for part in selectors.split(",") if part.strip()]
     shares = parse_shares("--budget-ratios", budget_ratios)
     if not kinds:
         raise UsageError("--selectors is empty; give at least one, e.g. --selectors verify,window")
-    specs = [
-        PolicySpec("fixed", {"g": draft_length}, SelectorSpec(kind, share, min_pages), max(draft_length, 1))
-        for kind in kinds
-        for share in shares
-    ]
-    llm, _ = open_engine(engine, specs[0], console)
+    settings = [SelectorSpec(kind, share, min_pages) for kind in kinds for share in shares]
+    llm, _ = open_engine(engine, PolicySpec(), console)
     if llm.engine.config.synthetic_acceptance_rates is not None:
         raise UsageError("--synthetic-acceptance-rates draws acceptance; leave it out to measure it")
     seed = engine.settings["seed"]
@@ -75,21 +82,19 @@ def _acceptance(
     rows, models, results = [], {}, []
     runs: list[tuple[str, Run]] = []
     with draining(console) as stop:
-        for index, spec in enumerate(specs):
+        study = AcceptanceStudy(llm.engine, prompts, params, draft_length=draft_length, rounds=rounds, signal=stop)
+        with console.progress("autoregressive", len(prompts)) as progress:
+            study.plain(progress_of(progress.update))
+        for index, selector in enumerate(settings):
             if stop.drain:
                 break
-            label = f"{spec.selector.kind}@{spec.selector.budget_ratio:g}"
-            llm.engine.set_policy(spec)
+            label = f"{selector.kind}@{selector.budget_ratio:g}"
             with console.progress(label, len(prompts)) as progress:
-                measured = run_requests(
-                    llm.engine, prompts, params, on_progress=progress_of(progress.update), signal=stop
-                )
-            run = measured.run
-            run.summary = summarize(run)
+                found = study.measure(selector, progress_of(progress.update))
             name = run_name(index, label)
-            write_run(output_dir / name, run)
-            runs.append((name, run))
-            result = _result(label, run, accepted_by_request(run))
+            write_run(output_dir / name, found.run)
+            runs.append((name, found.run))
+            result = {**found.to_json(), "selector": label}
             try:
                 fit = fit_acceptance(output_dir / name)
                 models[label] = fit.model.to_dict()
@@ -100,7 +105,7 @@ def _acceptance(
             rows.append(_row(result, draft_length))
     shown = [position for position in SHOWN_POSITIONS if position <= draft_length]
     columns = ["selector", "rounds", f"accepted of {draft_length}", "least request", "most request", "rate"]
-    console.table([*columns, *(f"at {position}" for position in shown), "margin AUC"], rows)
+    console.table([*columns, *(f"at {position}" for position in shown), "margin AUC", "equal texts"], rows)
     write_json_atomic(output_dir / "acceptance.json", models)
     console.wrote(output_dir / "acceptance.json", f"{len(models)} acceptance models by selector and budget")
     if figure is not None:
@@ -113,27 +118,15 @@ def _acceptance(
     console.result({"output_dir": output_dir, "results": results})
 
 
-def _result(label: str, run: Run, by_request: list[float]) -> dict[str, Any]:
-    summary = run.summary
-    return {
-        "selector": label,
-        "rounds": summary.get("rounds", 0),
-        "accepted_mean": summary.get("acceptance_length", 1.0) - 1.0,
-        "accepted_by_request": by_request,
-        "acceptance_rate": summary.get("acceptance_rate"),
-        "acceptance_by_position": summary.get("acceptance_by_position", []),
-        "conditional_acceptance_by_position": summary.get("conditional_acceptance_by_position", []),
-        "synthetic": bool(run.config.get("synthetic_acceptance")),
-    }
-
-
 def _row(result: dict[str, Any], draft_length: int) -> list[Any]:
     by_request, by_position = result["accepted_by_request"], result["acceptance_by_position"]
     shown = [position for position in SHOWN_POSITIONS if position <= draft_length]
     at = [by_position[position - 1] if position <= len(by_position) else None for position in shown]
     ends = [min(by_request), max(by_request)] if by_request else [None, None]
     auc = result.get("fit", {}).get("margin_auc")
-    return [result["selector"], result["rounds"], result["accepted_mean"], *ends, result["acceptance_rate"], *at, auc]
+    share = result["text_equal_share"]
+    rate = result["acceptance_rate"]
+    return [result["selector"], result["rounds"], result["accepted_mean"], *ends, rate, *at, auc, share]
 
 
 def _draw(path: Path, runs: list[tuple[str, Run]]) -> None:

@@ -117,6 +117,7 @@ def _bench(
                         prompts,
                         params,
                         arrival_s=arrival_s,
+                        margins=True,
                         cost_model=model_json,
                         on_progress=progress_of(progress.update),
                         signal=stop,
@@ -179,11 +180,12 @@ def _warm_up(llm: Any, prompts: list[Any], params: list[Any], count: int | None)
 
 def _result(contender: _Contender, contenders: list[_Contender], prices: Any) -> dict[str, Any]:
     """What bench.json holds of one policy, with the sentence that is printed."""
-    from aspire.measure import agreement, predicted_and_observed
+    from aspire.compare import compare
+    from aspire.measure import predicted_and_observed
 
     base = next((one for one in contenders if one.spec.kind == AUTOREGRESSIVE), contender)
     median, rates = contender.median(), contender.throughputs()
-    same = agreement(median.outputs, base.median().outputs)
+    same = compare(median.texts(), base.median().texts())
     result: dict[str, Any] = {
         "policy": contender.spec.to_dict(),
         "label": contender.spec.label,
@@ -191,16 +193,14 @@ def _result(contender: _Contender, contenders: list[_Contender], prices: Any) ->
         "decode_only_throughput": rates,
         "gain": sorted(rates)[(len(rates) - 1) // 2]
         / (sorted(base.throughputs())[(len(base.runs) - 1) // 2] or math.nan),
-        "equal_outputs": same.equal,
-        "compared_outputs": same.compared,
-        "first_difference": same.first_difference,
+        **same.to_json(),
         "synthetic_acceptance": bool(median.run.config.get("synthetic_acceptance")),
         "summary": median.run.summary,
     }
     words = []
     if contender is not base:
         words.append(f"{same.equal} of {same.compared} outputs equal autoregressive decoding")
-        if same.first_difference:
+        if same.differences:
             words.append(same.first_difference)
     if prices is not None:
         check = predicted_and_observed(median.run, prices)
@@ -221,7 +221,8 @@ def _write_evidence(path: Path, results: list[dict[str, Any]]) -> None:
     for result in results:
         rates = result["decode_only_throughput"]
         spread = (max(rates) - min(rates)) / max(rates) if len(rates) > 1 and max(rates) else None
-        detail = {key: result[key] for key in ("policy", "gain", "equal_outputs", "compared_outputs", "summary")}
+        kept = ("policy", "gain", "equal_outputs", "compared_outputs", "differences", "margin_shift", "summary")
+        detail = {key: result[key] for key in kept}
         rows.append(
             {
                 "id": f"bench.{result['label']}.decode_tok_s",

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from aspire.engine.config import EngineConfig
 from aspire.engine.kv_pool import KVPool, fit_pages, page_bytes
 from aspire.engine.live import LiveRequest, seed_of
+from aspire.engine.margin_log import MarginLog
 from aspire.engine.outcome import commit, outcome_of
 from aspire.engine.runner import ModelRunner, StepResult
 from aspire.engine.sequences import Sequences
@@ -138,6 +139,7 @@ class LLMEngine:
         self._tokenizer: Tokenizer | None = None
         self._live: dict[str, LiveRequest] = {}
         self._log = StepLog()
+        self._margins: MarginLog | None = None
         self._later: list[Callable[[], None]] = []
         self._submitted: list[LiveRequest] = []
         self._origin = time.perf_counter()
@@ -256,9 +258,7 @@ class LLMEngine:
     def end_step(self) -> list[RequestOutput]:
         """Wait for the oldest step in flight and apply what it found."""
         with self._nothing_lost():
-            for work in self._later:  # bookkeeping of the step before, while the GPU works
-                work()
-            self._later.clear()
+            self._catch_up()
             step = self._flight.popleft()
             plan = step.plan
             start = step.planned_s if self._last_end is None else self._last_end
@@ -268,6 +268,10 @@ class LLMEngine:
             end = self.clock()
             outcome = replace(outcome, seconds=end - start)
             self._note_first_tokens(plan, outcome.committed, end)
+            if self._margins is not None:
+                before = self.scheduler.slots.generated[plan.slots]
+                found = (outcome.committed, result.sample_start, result.margin.copy())
+                self._later.append(partial(self._margins.append, step.owner, before, *found))
             commit(plan, outcome, committed, result, self.sequences, self._live)
             finished = {request.request_id for request in self.scheduler.update(plan, outcome)}
         ended = np.zeros(plan.num_rows, dtype=bool)
@@ -388,12 +392,13 @@ class LLMEngine:
 
     # ---- records -------------------------------------------------------------------------------------------------
 
-    def begin_record(self) -> None:
-        """Forget what was recorded and start the clock anew; only between runs."""
+    def begin_record(self, *, margins: bool = False) -> None:
+        """Forget what was recorded and start the clock anew; only between runs. ``margins``: keep those of tokens."""
         if self.scheduler.has_work:
             raise UsageError("begin_record while requests run; finish or abort them first")
         self.forget_steps()
         self._submitted = []
+        self._margins = MarginLog() if margins else None
         self._origin = time.perf_counter()
 
     def forget_steps(self) -> None:
@@ -405,10 +410,23 @@ class LLMEngine:
     @property
     def log(self) -> StepLog:
         """The steps recorded since `begin_record`."""
+        self._catch_up()
+        return self._log
+
+    def margins(self) -> list[NDArray[np.float32]] | None:
+        """Margins [output tokens] of each request since `begin_record`, in order of submission, if they were kept."""
+        self._catch_up()
+        return None if self._margins is None else self._margins.by_request(len(self._submitted))
+
+    def output_of(self, request_id: str) -> RequestOutput:
+        """What a waiting or running request has so far."""
+        return self._emit(request_id, False, self.clock())
+
+    def _catch_up(self) -> None:
+        """Bookkeeping that was put off until the GPU works."""
         for work in self._later:
             work()
         self._later.clear()
-        return self._log
 
     def record(self) -> tuple[RequestTable, StepLog, dict[str, Any]]:
         """What was recorded since `begin_record`: requests, steps, and the configuration that a replay needs."""

@@ -71,7 +71,9 @@ def test_bench_compares_policies_on_the_same_prompts(loop: Path, tmp_path: Path)
     report = json.loads(done.out)
     assert [row["label"] for row in report["policies"]][0] == "autoregressive"
     for row in report["policies"]:
-        assert row["equal_outputs"] == row["compared_outputs"] == 3, row["first_difference"]
+        assert row["equal_outputs"] == row["compared_outputs"] == 3, row["differences"]
+        assert row["text_equal_share"] == 1.0 and row["largest_margin"] is None
+        assert row["margin_shift"]["tokens"] == 48 and row["margin_shift"]["max"] < 1e-4
         assert len(row["decode_only_throughput"]) == 2
         assert row["cost_model_check"]["predicted_tok_s"] > 0
         assert read_run(tmp_path / "b" / row["run"]).summary["total_output_tokens"] == 48
@@ -218,6 +220,7 @@ def test_acceptance_of_selectors_feeds_the_tuner(loop: Path, tmp_path: Path) -> 
     results = json.loads(done.out)["results"]
     assert [row["selector"] for row in results] == ["window@0.05", "window@0.5", "verify@0.05", "verify@0.5"]
     assert all(len(row["accepted_by_request"]) == 3 and row["synthetic"] for row in results)
+    assert all(row["text_equal_share"] == 1.0 and row["margin_shift"]["tokens"] == 120 for row in results)
     assert figure.is_file() and len(json.loads(evidence.read_text(encoding="utf-8"))["results"]) == 4
     models = json.loads((folder / "acceptance.json").read_text(encoding="utf-8"))
     assert set(models) == {row["selector"] for row in results}
@@ -227,6 +230,17 @@ def test_acceptance_of_selectors_feeds_the_tuner(loop: Path, tmp_path: Path) -> 
     assert done.code == 0, done.err
     assert_one_error(run("acceptance", *TINY, "-q", "--selectors", "windo"), 2, "did you mean 'window'?")
     assert_one_error(run("acceptance", *TINY, "-q", "--budget-ratios", "7"), 2, "--budget-ratios")
+
+
+def test_acceptance_of_a_few_rounds_a_request(tmp_path: Path) -> None:
+    work = ["--dataset-name", "random", "--num-prompts", 6, "--input-len", 300, "--output-len", 60, "--ignore-eos"]
+    options = ["--selectors", "verify", "--budget-ratios", "0.05", "--min-pages", 10, "--draft-length", 4]
+    done = run("acceptance", *TINY, *work, *options, "--rounds", 3, "-o", tmp_path, "--json", "-q")
+    assert done.code == 0, done.err
+    (row,) = json.loads(done.out)["results"]
+    assert row["rounds"] == 6 * 3 and row["text_equal_share"] == 1.0
+    table = read_run(tmp_path / "00-verify@0.05").requests
+    assert table.status == ["abort"] * 6 and (table.output_tokens < 3 * 5 + 2).all()
 
 
 def test_bench_runs_a_policy_given_twice_once(tmp_path: Path) -> None:

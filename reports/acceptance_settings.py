@@ -1,0 +1,32 @@
+"""The page selectors that `reports/measure_acceptance.py` measures, by name."""
+
+from __future__ import annotations
+
+from aspire.scheduler import SELECTOR_KINDS, SelectorSpec
+
+BUDGETS = (0.03, 0.05, 0.07, 0.10)
+MIN_PAGES = 12  # 1 sink, 8 recent and a few chosen: low enough that the ratios decide in contexts of 4k tokens
+FORMS_AT = 0.07
+
+
+def settings(num_layers: int) -> dict[str, SelectorSpec]:
+    """Every kind at every budget, the most telling budget first, then other forms of the refreshed kinds."""
+    # where the paper of delta puts its selection layers in 30 layers
+    layers = tuple(sorted({layer * num_layers // 30 for layer in (2, 14, 22)}))
+    found = {
+        f"{kind}@{share:g}": SelectorSpec(kind, share, MIN_PAGES, layers=layers)
+        for share in sorted(BUDGETS, key=lambda share: abs(share - FORMS_AT))
+        for kind in SELECTOR_KINDS
+    }
+    return found | forms(num_layers)
+
+
+def forms(num_layers: int) -> dict[str, SelectorSpec]:
+    """Forms of `refresh` (other layer) and of `refresh-per-layer` (other layer, other part refreshed) at one budget."""
+    early = num_layers * 4 // 5
+    found = {f"refresh[layer={early}]@{FORMS_AT:g}": SelectorSpec("refresh", FORMS_AT, MIN_PAGES, layer=early)}
+    for layer in (-2, early):
+        for pages in (2, 4, 16):
+            name = f"refresh-per-layer[layer={layer},pages={pages}]@{FORMS_AT:g}"
+            found[name] = SelectorSpec("refresh-per-layer", FORMS_AT, MIN_PAGES, layer=layer, refresh_pages=pages)
+    return found
