@@ -52,6 +52,7 @@ def features_of_rows(
         prefill_qkv=float((query * context)[prefill].sum()) if prefills else 0.0,
         select_kv_tokens=select_layer_share * choosing_kv + draft_full,
         select_rows=float(choosing + (drafts if full_layer_share else 0)),
+        verify_width=float(query[~(draft | prefill)].max(initial=0)) if drafts + prefills < len(rows) else 0.0,
     )
 
 

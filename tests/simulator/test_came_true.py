@@ -35,7 +35,7 @@ def recorded(policy: str, *, slower: float = 1.0, submit_s: float = 0.0) -> Run:
     steps.duration_s[:] *= slower
     lag_s = submit_s * len(work)
     steps.start_s[:] = lag_s + np.concatenate([[0.0], np.cumsum(steps.duration_s)[:-1]])
-    getattr(steps, "planned_s", steps.start_s)[:] = steps.start_s
+    steps.planned_s[:] = steps.start_s
     run.requests.arrival_s[:] = submit_s * np.arange(len(work))
     end_s = steps.start_s + steps.duration_s
     owner, ended = steps.column("request"), steps.column("finished") > 0
