@@ -22,11 +22,11 @@ def settings(num_layers: int) -> dict[str, SelectorSpec]:
 
 
 def forms(num_layers: int) -> dict[str, SelectorSpec]:
-    """Forms of `refresh` (other layer) and of `refresh-per-layer` (other layer, other part refreshed) at one budget."""
+    """Forms of `refresh` (other layer) and of `refresh-per-layer` (other layer, other power) at one budget."""
     early = num_layers * 4 // 5
     found = {f"refresh[layer={early}]@{FORMS_AT:g}": SelectorSpec("refresh", FORMS_AT, MIN_PAGES, layer=early)}
-    for layer in (-2, early):
-        for pages in (2, 4, 16):
-            name = f"refresh-per-layer[layer={layer},pages={pages}]@{FORMS_AT:g}"
-            found[name] = SelectorSpec("refresh-per-layer", FORMS_AT, MIN_PAGES, layer=layer, refresh_pages=pages)
+    # power 0: the lists of verification and one layer that reads everything, which is what the others pay for too
+    for layer, power in ((-2, 0.0), (-2, 0.5), (-2, 1.0), (early, 0.25), (early, 0.5), (num_layers // 2, 0.25)):
+        name = f"refresh-per-layer[layer={layer},power={power:g}]@{FORMS_AT:g}"
+        found[name] = SelectorSpec("refresh-per-layer", FORMS_AT, MIN_PAGES, layer=layer, refresh_power=power)
     return found

@@ -21,7 +21,7 @@ from aspire_kernels import AttentionBatch, Backend, PageBudget, Resolved, SlotSt
 if TYPE_CHECKING:
     from aspire.engine.runner import StepBounds
 
-_FIRST = 1.0e6  # added to the mass of pages that must be taken before all others
+_LEAST_MASS = 1.0e-3  # added where masses are divided: what is below says nothing
 
 
 @dataclass
@@ -75,9 +75,9 @@ class PageLists:
         count = num_layers if spec.per_layer else 1
         self.lists = torch.zeros((count, max_slots, spec.max_selected(max_model_len)), dtype=torch.int32, device=device)
         self.budget = PageBudget(spec.budget_ratio, spec.min_pages, spec.sinks, spec.recent)
-        # refresh-per-layer: pages that each layer's list got at verification and keeps while drafting
-        self._kept = (
-            torch.zeros((count, max_slots, max_pages), dtype=torch.float32, device=device)
+        # refresh-per-layer: the mass that each layer's list was made from; one slot more for rows that make none
+        self._seed = (
+            torch.zeros((count, max_slots + 1, max_pages), dtype=torch.float32, device=device)
             if spec.kind == "refresh-per-layer" and drafts
             else None
         )
@@ -87,8 +87,8 @@ class PageLists:
     @property
     def num_bytes(self) -> int:
         """Bytes of the lists."""
-        kept = 0 if self._kept is None else self._kept.numel() * 4
-        return self.lists.numel() * 4 + kept
+        seed = 0 if self._seed is None else self._seed.numel() * 4
+        return self.lists.numel() * 4 + seed
 
     def note_pages(self, entries: NDArray[np.int64]) -> None:
         """New block-table entries [n, 3]: a window lists the first pages, which nobody chooses."""
@@ -150,12 +150,8 @@ class PageLists:
         mass = forward.mass[index]
         out = self._backend.paged_attention(q, k_cache, v_cache, batch, scale=scale, page_mass=mass, mass_rows=offsets)
         if reads_all:  # new lists for what is drafted next
-            kept = self._kept
-            if kept is None:
-                self._choose_within(forward, mass[None], forward.inp.drafting)
-            else:
-                first = kept[:, forward.inp.row_slot.long(), : mass.shape[1]]
-                self._choose_within(forward, mass[None] + _FIRST * first, forward.inp.drafting)
+            scores = mass[None] if self._seed is None else self._refreshed(forward, self._seed, mass)
+            self._choose_within(forward, scores, forward.inp.drafting)
         return out
 
     def finish(self, forward: _Forward, length: Tensor) -> None:
@@ -165,8 +161,8 @@ class PageLists:
         chosen = (forward.inp.mass_first >= 0).int()
         mass = forward.mass if self.spec.per_layer else forward.mass[-1:]
         self._select(forward, mass, length + 1, chosen)
-        if self._kept is not None:
-            self._keep(forward, chosen)
+        if self._seed is not None:
+            self._note_seed(forward, self._seed, chosen)
 
     def _list_of(self, layer: int) -> Tensor:
         return self.lists[layer if self.spec.per_layer else 0]
@@ -193,21 +189,15 @@ class PageLists:
             self.budget,
         )
 
-    def _keep(self, forward: _Forward, chosen: Tensor) -> None:
-        """Mark the pages that verification chose and drafting keeps: all but the ``refresh_pages`` weakest."""
-        inp, kept = forward.inp, self._kept
-        if kept is None:
-            return
-        slots = inp.row_slot.long()
-        mass = forward.mass
-        pages = mass.shape[2]
-        listed = torch.arange(pages, device=self._device)[None, :] < self._state.tail_page[slots][:, None]
-        score = torch.where(listed[None], mass, -1.0)
-        score[:, :, : self.spec.sinks] = torch.where(listed[:, : self.spec.sinks][None], _FIRST, -1.0)
-        keep = (self._state.sel_count[slots] - self.spec.refresh_pages).clamp(min=0)
-        width = min(self.lists.shape[2], pages)
-        best = torch.topk(score, width, dim=2).indices  # [layers, rows, width]
-        flags = (torch.arange(width, device=self._device)[None, None, :] < keep[None, :, None]).float()
-        marks = torch.zeros_like(score).scatter_(2, best, flags.expand_as(best).contiguous())
-        old = kept[:, slots, :pages]
-        kept[:, slots, :pages] = torch.where(chosen.bool()[None, :, None], marks, old)
+    def _refreshed(self, forward: _Forward, seed: Tensor, now: Tensor) -> Tensor:
+        """Scores [layers, rows, pages]: each layer's mass at verification, times how far the mass of the refresh layer,
+        ``now`` [rows, pages], has moved since."""
+        then = seed[:, forward.inp.row_slot.long(), : now.shape[1]]
+        before = then[self.spec.layer_index(len(then))]
+        moved = (now + _LEAST_MASS) / (before + _LEAST_MASS)
+        return then * moved.pow(self.spec.refresh_power)
+
+    def _note_seed(self, forward: _Forward, seed: Tensor, chosen: Tensor) -> None:
+        """Keep the mass that the lists of the ``chosen`` rows were made from; what the others have goes to a spare."""
+        slots = torch.where(chosen.bool(), forward.inp.row_slot.long(), seed.shape[1] - 1)
+        seed[:, slots, : forward.mass.shape[2]] = forward.mass

@@ -27,8 +27,9 @@ class SelectorSpec:
     whole budget on the newest. A context of at most ``budget`` pages is read in full.
 
     ``layer`` is the layer whose attention chooses a list shared by all layers (negative: from the end; the paper's N-2
-    is -2). ``refresh_pages`` is the part of the budget that ``refresh-per-layer`` renews at every draft step;
-    ``layers`` are the selection layers of ``delta``.
+    is -2). ``refresh-per-layer`` scores a page by its mass in each layer at verification, times (its mass in ``layer``
+    now / at verification) to the power ``refresh_power``: 0 leaves the lists as they were. ``layers`` are the selection
+    layers of ``delta``.
     """
 
     kind: str = "verify"
@@ -37,16 +38,17 @@ class SelectorSpec:
     sinks: int = 1
     recent: int = 8
     layer: int = -2
-    refresh_pages: int = 8
+    refresh_power: float = 0.25
     layers: tuple[int, ...] = (2, 14, 22)
 
     def __post_init__(self) -> None:
         check_choice("selector", self.kind, SELECTOR_KINDS)
         if not 0.0 <= self.budget_ratio <= 1.0:
             raise UsageError(f"selector budget_ratio {self.budget_ratio} is not in 0..1; give a share of the pages")
-        for name in ("sinks", "refresh_pages"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"selector {name} {getattr(self, name)} is negative; give a number of pages >= 0")
+        if self.sinks < 0:
+            raise UsageError(f"selector sinks {self.sinks} is negative; give a number of pages >= 0")
+        if not 0.0 <= self.refresh_power <= 1.0:
+            raise UsageError(f"selector refresh_power {self.refresh_power} is not in 0..1; give 0 to refresh nothing")
         if self.recent < 1:
             raise UsageError(
                 f"selector recent {self.recent} is too small; the newest page is always read, so give >= 1"

@@ -77,7 +77,7 @@ def _oracle(model: str, sampling: str) -> dict[str, list[int]]:
 def test_text_is_that_of_autoregressive_decoding(eager: bool, kind: str, sampling: str) -> None:
     for model in ("tiny-llama", "tiny-qwen3"):
         for policy, params in POLICIES.items():
-            selector = SelectorSpec(kind=kind, min_pages=4, recent=2, budget_ratio=0.1, layers=(1,), refresh_pages=1)
+            selector = SelectorSpec(kind=kind, min_pages=4, recent=2, budget_ratio=0.1, layers=(1,))
             spec = PolicySpec(kind=policy, params=params, selector=selector)
             found, _ = _generate(model, "triton", spec, SAMPLING[sampling], eager=eager, pages=60)
             assert found == _oracle(model, sampling), (model, policy)

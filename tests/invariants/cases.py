@@ -18,13 +18,13 @@ KINDS = SELECTOR_KINDS
 def small(kind: str) -> SelectorSpec:
     """A selector that reads two or three pages: drafts of longer contexts go wrong."""
     return SelectorSpec(
-        kind=kind, budget_ratio=0.0, min_pages=3, sinks=1, recent=1, layer=-2, refresh_pages=1, layers=(1, 2)
+        kind=kind, budget_ratio=0.0, min_pages=3, sinks=1, recent=1, layer=-2, layers=(1, 2)
     )
 
 
 def ample(kind: str) -> SelectorSpec:
     """A selector whose budget covers every context."""
-    return SelectorSpec(kind=kind, budget_ratio=1.0, min_pages=64, sinks=1, recent=2, refresh_pages=2, layers=(1, 2))
+    return SelectorSpec(kind=kind, budget_ratio=1.0, min_pages=64, sinks=1, recent=2, layers=(1, 2))
 
 
 def fixed(g: int, selector: SelectorSpec, **settings: Any) -> PolicySpec:

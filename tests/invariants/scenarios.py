@@ -93,7 +93,7 @@ def draw_selector(draw: Draw, num_layers: int) -> SelectorSpec:
         sinks=sinks,
         recent=recent,
         layer=draw.integer(-num_layers, num_layers - 1),
-        refresh_pages=draw.integer(0, 3),
+        refresh_power=draw.choice((0.0, 0.25, 1.0)),
         layers=tuple(range(1, num_layers, draw.integer(1, 2))),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,24 @@ def test_the_sparse_path_is_taken_when_and_only_when_drafting(kind: str) -> None
     full_layers = {"refresh": 1, "refresh-per-layer": 1, "delta": 3}.get(kind, 0)
     sparse = counters.snapshot()["attention.reference.sparse"]
     assert draft_rows > 20 and sparse == draft_rows * (engine.loaded.config.num_layers - full_layers)
+
+
+@pytest.mark.parametrize(("power", "changes"), [(0.0, False), (1.0, True)])
+def test_drafting_changes_lists_by_the_refresh_power(power: float, changes: bool) -> None:
+    engine = make_engine(
+        "qwen3", fixed(6, replace(small("refresh-per-layer"), refresh_power=power)), Limits(4, 256, 256)
+    )
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(str(index), prompt, SamplingParams(temperature=0.7, max_tokens=30, ignore_eos=True))
+    before, changed, drafts = engine.runner.lists.lists.clone(), 0, 0
+    while engine.has_unfinished_requests:
+        engine.step()
+        after = engine.runner.lists.lists.clone()
+        if (engine.log.column("mode")[engine.log.rows_of(len(engine.log) - 1)] == Mode.DRAFT).all():
+            drafts += 1
+            changed += not bool((before == after).all())
+        before = after
+    assert drafts > 20 and (changed > 0) is changes, (drafts, changed)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -130,7 +130,7 @@ SELECTOR_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "sinks": ({}, 0),
     "recent": ({}, 3),
     "layer": ({"kind": "refresh"}, 1),
-    "refresh_pages": ({"kind": "refresh-per-layer", "refresh_pages": 0}, 2),
+    "refresh_power": ({"kind": "refresh-per-layer", "refresh_power": 0.0}, 1.0),
     "layers": ({"kind": "delta"}, (3,)),
 }
 
