@@ -90,7 +90,8 @@ def resolve_reference(rows: StepRows, state: SlotState, block_table: Tensor) -> 
     )
 
 
-@triton.jit
+# sizes differ from step to step; a kernel for each that is 1 or a multiple of 16 would be compiled for nothing
+@triton.jit(do_not_specialize=["tokens", "rows", "samples", "token_blocks", "row_blocks"])
 def _resolve_kernel(
     token_ids, token_row, row_slot, q_start, q_len, first, pending_at, drafted, logit_row,
     base, pending, block_table,
@@ -223,7 +224,7 @@ def advance_reference(
     return accepted, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "least", "sinks", "recent"])
 def _advance_kernel(
     row_slot, q_start, pending_at, drafting, drafted, sample_start, finds, forced,
     input_ids, accept_base, sampled,
