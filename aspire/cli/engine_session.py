@@ -33,6 +33,8 @@ def open_engine(
         f"{llm.engine.runner.backend.name} kernels, {limits.num_pages} KV pages, "
         f"{limits.max_num_seqs} slots of {limits.max_model_len} tokens"
     )
+    if config.lossy:
+        console.warn(f"decode {config.decode} is lossy: the text is not that of the model's full attention")
     if llm.engine.loaded.synthetic:
         console.warn("random weights: the text means nothing, and acceptance is synthetic")
     if prices is not None and check:

@@ -29,6 +29,9 @@ def _generate(
     policy: Annotated[
         str, typer.Option("--policy", help="policy.json, or kind[:key=value,..][+selector].")
     ] = "autoregressive",
+    decode: Annotated[
+        str, typer.Option("--decode", help="exact, or delta: from a few pages of the context, lossy.")
+    ] = "exact",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON lines, one per finished request.", show_default=False)
     ] = None,
@@ -39,12 +42,16 @@ def _generate(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Generate text. The output is that of autoregressive decoding with the same seed, whatever the policy."""
+    """Generate text. The output is that of autoregressive decoding with the same seed, whatever the policy, unless
+    --decode delta asks for a faster, lossy one."""
+    from dataclasses import replace
+
     from aspire.measure import predicted_and_observed, run_requests
     from aspire.prompts import Prompt
 
     console = Console(quiet=quiet, json=json)
     spec = engine.policy(policy)
+    engine = replace(engine, settings={**engine.settings, "decode": decode})
     if resume and output is None:
         raise UsageError("--resume needs --output: the file whose missing requests are to be generated")
     done = _finished(output, resume)
@@ -82,7 +89,8 @@ def _generate(
     failed = [one for one in outputs if one.outputs[0].finish_reason == "error"]
     for one in failed:
         console.warn(f"request '{one.request_id}' failed: its logits were not finite; the others went on")
-    _say_rates(console, spec, summary)
+    label = str(measured.run.config["policy_label"])
+    _say_rates(console, label, summary)
     if output is not None:
         console.wrote(output, f"{len(outputs)} outputs")
     if output_dir is not None:
@@ -92,7 +100,8 @@ def _generate(
         write_run(output_dir, measured.run)
         console.wrote(output_dir, "run directory")
         console.next(f"aspire validate {output_dir}" if prices else f"aspire report {output_dir}")
-    console.result({"policy": spec.label, "outputs": [_record(one, names) for one in outputs], "summary": summary})
+    records = [_record(one, names) for one in outputs]
+    console.result({"policy": label, "outputs": records, "summary": summary})
     if failed or len(outputs) < len(todo):
         left = len(todo) - len(outputs) + len(failed)
         more = f"; run again with --resume --output {output}" if output else ""
@@ -119,15 +128,15 @@ def _chat(llm: Any, text: str, source: PromptChoice) -> str:
     return str(tokenizer.apply_chat_template([{"role": "user", "content": text}]))
 
 
-def _say_rates(console: Console, spec: Any, summary: dict[str, Any]) -> None:
+def _say_rates(console: Console, label: str, summary: dict[str, Any]) -> None:
     rate = summary.get("decode_only_throughput")
     accepted = summary.get("acceptance_length")
     drafts = f", {accepted:.2f} tokens per verification" if accepted else ""
     console.say(
-        f"{spec.label}: {summary['total_output_tokens']} tokens in {summary['duration']:.2f} s, "
+        f"{label}: {summary['total_output_tokens']} tokens in {summary['duration']:.2f} s, "
         f"{rate:.1f} tok/s decode-only{drafts}"
         if rate
-        else f"{spec.label}: {summary['total_output_tokens']} tokens in {summary['duration']:.2f} s"
+        else f"{label}: {summary['total_output_tokens']} tokens in {summary['duration']:.2f} s"
     )
     check = summary.get("cost_model_check")
     if check:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aspire.errors import UsageError, check_choice
-from aspire.scheduler import PAGE_TOKENS, PolicySpec
+from aspire.scheduler import PAGE_TOKENS, PolicySpec, SelectorSpec
+
+DECODES = ("exact", "delta")
+DELTA = SelectorSpec("delta", budget_ratio=0.0, min_pages=64)  # arXiv 2510.09883: 64 pages, the newest 8 among them
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,9 @@ class EngineConfig:
     ``cost_model`` is a cost_model.json path; one made for another setup raises `MismatchError` unless
     ``allow_mismatch``. ``synthetic_acceptance_rates`` (by draft position) replaces acceptance by draws, for models
     without trained weights; every output then says so. ``async_scheduling`` plans each step while the one before runs
-    (None: on a GPU); outputs do not change, policies see evidence that is one step old.
+    (None: on a GPU); outputs do not change, policies see evidence that is one step old. ``decode`` delta is lossy:
+    every token is generated from the pages that a few selection layers choose (selector delta, 64 pages where none is
+    given), nothing is drafted or verified, and every output says so.
     """
 
     model: str = "smollm2-135m"
@@ -37,6 +42,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     seed: int = 0
     policy: PolicySpec | str = field(default_factory=PolicySpec)
+    decode: str = "exact"
     cost_model: str | Path | None = None
     allow_mismatch: bool = False
     synthetic_acceptance_rates: tuple[float, ...] | None = None
@@ -57,6 +63,30 @@ class EngineConfig:
             raise UsageError(f"synthetic_acceptance_rates {rates} must be one or more probabilities in 0..1")
         if isinstance(self.policy, str):
             object.__setattr__(self, "policy", PolicySpec.parse(self.policy))
+        check_choice("decode", self.decode, DECODES)
+        if self.lossy:
+            self._check_lossy()
+
+    def _check_lossy(self) -> None:
+        """Nothing that needs drafts goes with lossy decoding; an unspoken selector becomes delta's own."""
+        spec = self.policy_spec
+        if spec.kind != "autoregressive":
+            raise UsageError(f"decode '{self.decode}' drafts nothing, so policy '{spec.kind}' has no use; leave it out")
+        if self.synthetic_acceptance_rates is not None:
+            raise UsageError(f"decode '{self.decode}' verifies nothing; leave out synthetic_acceptance_rates")
+        if spec.num_speculative_tokens != PolicySpec().num_speculative_tokens:
+            raise UsageError(f"decode '{self.decode}' drafts nothing; leave out num_speculative_tokens")
+        if spec.selector == SelectorSpec():
+            object.__setattr__(self, "policy", replace(spec, selector=DELTA))
+        elif spec.selector.kind != "delta":
+            raise UsageError(
+                f"decode '{self.decode}' goes with selector delta, not '{spec.selector.kind}'; give --selector delta"
+            )
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may differ from that of the model."""
+        return self.decode != "exact"
 
     @property
     def policy_spec(self) -> PolicySpec:

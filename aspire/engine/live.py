@@ -30,7 +30,7 @@ class LiveRequest:
     streamed: int = 0  # output tokens handed out
 
     def output(
-        self, token_ids: list[int], cumulative_logprob: float, *, finished: bool, synthetic: bool
+        self, token_ids: list[int], cumulative_logprob: float, *, finished: bool, synthetic: bool, lossy: bool
     ) -> RequestOutput:
         """The output as it stands with the output tokens ``token_ids``; what is new in it counts as handed out."""
         new = token_ids[self.streamed :]
@@ -57,6 +57,7 @@ class LiveRequest:
             outputs=[completion],
             finished=finished,
             metrics=self.metrics,
+            lossy=lossy,
             synthetic=synthetic,
             new_token_ids=new,
         )

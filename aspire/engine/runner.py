@@ -39,18 +39,18 @@ class StepBounds:
     @classmethod
     def of(cls, plan: StepPlan) -> StepBounds:
         """The bounds of ``plan``, exactly but for `StepPlan.slack`."""
-        draft = plan.modes == Mode.DRAFT
+        reads_list = plan.sparse
         kv = plan.start + plan.query_tokens + plan.slack
         # one page more may be listed where a verification in flight commits up to the slack
-        sparse = ((plan.sel_count - plan.tail_page + (plan.slack > 0)) * PAGE_TOKENS + kv)[draft]
-        full_q = plan.query_tokens[~draft]
+        sparse = ((plan.sel_count - plan.tail_page + (plan.slack > 0)) * PAGE_TOKENS + kv)[reads_list]
+        full_q = plan.query_tokens[~reads_list]
         return cls(
             max_q=int(plan.query_tokens.max()),
             max_verify_q=int(full_q[full_q <= MAX_VERIFY_QUERIES].max(initial=0)),
-            max_full_kv=int(kv[~draft].max(initial=0)),
+            max_full_kv=int(kv[~reads_list].max(initial=0)),
             max_sparse_kv=int(sparse.max(initial=0)),
             max_kv=int(kv.max()),
-            any_selects=plan.selects and bool((plan.samples & ~draft).any()),
+            any_selects=plan.selects and bool((plan.samples & (plan.modes != Mode.DRAFT)).any()),
         )
 
     @classmethod

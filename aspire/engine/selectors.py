@@ -115,12 +115,12 @@ class PageLists:
             "max_verify_q": bounds.max_verify_q,
         }
         mixed = AttentionBatch(
-            **common, sparse=inp.drafting, max_full_kv=bounds.max_full_kv, max_sparse_kv=bounds.max_sparse_kv
+            **common, sparse=inp.sparse, max_full_kv=bounds.max_full_kv, max_sparse_kv=bounds.max_sparse_kv
         )
         full = mixed
         if self.full_layers and bounds.max_sparse_kv:
             full = AttentionBatch(
-                **common, sparse=torch.zeros_like(inp.drafting), max_full_kv=bounds.max_kv, max_sparse_kv=0
+                **common, sparse=torch.zeros_like(inp.sparse), max_full_kv=bounds.max_kv, max_sparse_kv=0
             )
         drafting = bool(bounds.max_sparse_kv)
         taken = bounds.any_selects or (drafting and bool(self.full_layers))
@@ -151,7 +151,7 @@ class PageLists:
         out = self._backend.paged_attention(q, k_cache, v_cache, batch, scale=scale, page_mass=mass, mass_rows=offsets)
         if reads_all:  # new lists for what is drafted next
             scores = mass[None] if self._seed is None else self._refreshed(forward, self._seed, mass)
-            self._choose_within(forward, scores, forward.inp.drafting)
+            self._choose_within(forward, scores, forward.inp.sparse)
         return out
 
     def finish(self, forward: _Forward, length: Tensor) -> None:

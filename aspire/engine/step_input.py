@@ -20,6 +20,7 @@ ROW_FIELDS = (
     "first",
     "pending_at",
     "drafting",
+    "sparse",  # 1 = the row reads its page list
     "drafted",
     "sample_start",
     "finds",
@@ -110,6 +111,7 @@ class StepInput:
             at = owner[given]
             positions = plan.start[at] + np.flatnonzero(given) - starts[at]
             view["token_ids"][:tokens][given] = sequences.tokens[plan.slots[at], positions]
+        sparse = plan.sparse
         finds = plan.samples & ~draft
         sampled = np.where(verify, query, plan.samples)
         sample_start = np.cumsum(sampled) - sampled
@@ -121,13 +123,14 @@ class StepInput:
             "first": np.where(plan.slack > 0, -1, plan.start),
             "pending_at": np.where(draft, plan.drafted, np.where(verify, 0, -1)),
             "drafting": draft,
+            "sparse": sparse,
             "drafted": np.where(verify, plan.drafted, 0),
             "sample_start": sample_start,
             "finds": finds,
             "forced": -1 if forced is None else forced,
             "mass_first": np.where(chosen, np.where(verify, 0, query - 1), -1),
             "mass_last": np.where(chosen & verify & (query > 1), query - 1, -1),
-            "mass_draft": np.where(draft, 0, -1),
+            "mass_draft": np.where(sparse, 0, -1),
         }
         for name in ROW_FIELDS:
             view[name][:rows] = columns[name]

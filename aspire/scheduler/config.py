@@ -15,7 +15,7 @@ class SchedulerConfig:
     ``num_pages`` counts KV pages of ``block_size`` tokens, the trash page included. ``graph_buckets`` are the padded
     query-token counts that have a CUDA graph (empty: eager, no padding). ``watermark`` is the share of pages that
     admission leaves free for running requests to grow into. ``async_scheduling``: executors plan a step while the one
-    before runs.
+    before runs. ``lossy``: decoding rows read only the pages that the selector lists, and nothing verifies them.
     """
 
     max_num_seqs: int = 256
@@ -27,6 +27,7 @@ class SchedulerConfig:
     graph_buckets: tuple[int, ...] = ()
     watermark: float = 0.01
     async_scheduling: bool = False
+    lossy: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "num_layers"):

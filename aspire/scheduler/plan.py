@@ -50,6 +50,7 @@ class StepPlan:
     preempted: tuple[str, ...]  # requests sent back to the queue by this step
     features: StepFeatures
     selects: bool = True  # rows that verify (or end their prefill) get page lists
+    lossy: bool = False  # rows that verify read their page lists too
 
     @property
     def num_rows(self) -> int:
@@ -60,6 +61,12 @@ class StepPlan:
     def num_query_tokens(self) -> int:
         """Tokens through the GEMMs, before padding."""
         return int(self.query_tokens.sum())
+
+    @property
+    def sparse(self) -> NDArray[np.bool_]:
+        """Mask [rows] of the rows that read their page lists."""
+        draft = self.modes == Mode.DRAFT
+        return np.asarray(draft | (self.modes == Mode.VERIFY) if self.lossy else draft)
 
     def rows_of(self, mode: Mode) -> NDArray[np.bool_]:
         """Mask [rows] of the rows in ``mode``."""

@@ -85,6 +85,11 @@ class Scheduler:
                 f"policy '{policy.kind}' needs a cost model; give --cost-model (made by 'aspire calibrate') "
                 "or its parameter cost_ratio"
             )
+        if self.config.lossy and (built.drafts or policy.selector.kind != "delta"):
+            raise UsageError(
+                f"policy '{policy.label}' with selector '{policy.selector.kind}' does not go with lossy decoding; "
+                "use autoregressive with selector delta"
+            )
         layers = self.config.num_layers
         selector = policy.selector
         full_layers = selector.selection_layers(layers)
@@ -93,7 +98,7 @@ class Scheduler:
         self.full_layer_share = len(full_layers) / layers
         # a verification computes page mass in every layer, in the one that chooses, or in none
         mass_layers = layers if selector.per_layer else len(full_layers) or int(selector.needs_mass)
-        self.select_layer_share = mass_layers / layers if built.drafts else 0.0
+        self.select_layer_share = mass_layers / layers if built.drafts or self.config.lossy else 0.0
         self.slots.seeded[:] = False
         running = np.flatnonzero(self.slots.active)
         self.policy.reset(running)
@@ -353,18 +358,23 @@ class Scheduler:
             preempted=preempted,
             features=self._features(rows, row_modes, row_query, start, samples & ~draft),
             selects=self._selects,
+            lossy=self.config.lossy,
         )
         self._step += 1
         return plan
 
     def _features(self, rows: Ints, modes: Ints, query: Ints, start: Ints, finds: NDArray[np.bool_]) -> StepFeatures:
+        selecting = finds & (self._selects and self.select_layer_share > 0)
+        if self.config.lossy:  # such a row costs what a drafting row does, and gets its list while it reads
+            selecting &= modes == _PREFILL
+            modes = np.where(modes == _VERIFY, _DRAFT, modes)
         return features_of_rows(
             self.slots,
             rows,
             modes,
             query,
             start,
-            finds & (self._selects and self.select_layer_share > 0),
+            selecting,
             page_tokens=self.config.block_size,
             padded_tokens=self.padded(int(query.sum())),
             full_layer_share=self.full_layer_share,
@@ -379,7 +389,7 @@ class Scheduler:
     @property
     def _selects(self) -> bool:
         """Whether rows that verify now get page lists: not while nobody will draft."""
-        return self.policy.drafts and not self.policy.resting
+        return (self.policy.drafts or self.config.lossy) and not self.policy.resting
 
     def _advance(self, plan: StepPlan) -> None:
         """Move the state past ``plan``, every verification committing one token."""

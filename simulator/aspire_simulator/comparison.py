@@ -83,7 +83,7 @@ def pays(rows: Sequence[RunRow]) -> str:
     """One sentence: where the best speculation of each group pays and where it stops."""
     best: dict[str, RunRow] = {}
     for row in rows:
-        if row.gain is None or row.kind in ("autoregressive", "oracle"):
+        if row.gain is None or row.kind in ("autoregressive", "oracle", "lossy"):
             continue
         if row.group not in best or row.gain > (best[row.group].gain or 0.0):
             best[row.group] = row
@@ -116,6 +116,8 @@ def text_table(rows: Sequence[RunRow]) -> str:
 def _row(name: str, run: Run) -> RunRow:
     policy = run.config.get("policy")
     kind = policy.get("kind", "?") if isinstance(policy, dict) else str(policy)
+    if run.config.get("lossy"):
+        kind = "lossy"  # neither a baseline nor speculation
     log, table = run.steps, run.requests
     rows = np.diff(log.row_end, prepend=0)
     decoding = log.column("mode") >= DRAFT

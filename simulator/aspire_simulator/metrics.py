@@ -244,6 +244,8 @@ def summarize(run: Run, *, goodput: Mapping[str, float] | None = None) -> dict[s
     summary["phase_mix"] = phase_mix(steps)
     summary.update(kv_traffic(steps, run.config.get("kv_bytes_per_token")))
     summary["preemptions"] = int(requests.preemptions.sum())
+    if run.config.get("lossy"):
+        summary["lossy"] = True
     return summary
 
 

@@ -120,6 +120,30 @@ def test_generate_writes_outputs_and_resumes(tmp_path: Path) -> None:
     assert done.code == 0 and "already" in done.err
 
 
+def test_generate_with_lossy_decoding_says_so_everywhere(loop: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.json"
+    selector = {"kind": "delta", "budget_ratio": 0.0, "min_pages": 9, "layers": [1]}
+    policy.write_text(json.dumps({"kind": "autoregressive", "selector": selector}), encoding="utf-8")
+    arguments = ["generate", *TINY, *RANDOM, "--input-len", 300, "--ignore-eos", "--policy", policy]
+    arguments += ["--decode", "delta", "--cost-model", loop / "cost.json"]
+    done = run(*arguments, "--output-dir", tmp_path / "run", "-o", tmp_path / "out.jsonl", "--json")
+    assert done.code == 0, done.err
+    assert "warning" in done.err and "decode delta is lossy" in done.err
+    assert "autoregressive, lossy (delta): 48 tokens" in done.err
+    result = json.loads(done.out)
+    assert result["policy"] == "autoregressive, lossy (delta)" and result["summary"]["lossy"] is True
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(records) == 3 and all(record["lossy"] for record in [*records, *result["outputs"]])
+    recorded = read_run(tmp_path / "run")
+    assert recorded.config["lossy"] and recorded.summary["lossy"] and recorded.config["decode"] == "delta"
+    assert run("generate", *TINY, *RANDOM, "--output-dir", tmp_path / "exact", "-q").code == 0
+    report = run("report", tmp_path / "run", tmp_path / "exact", "-o", tmp_path / "r")
+    assert report.code == 0 and "lossy (delta)" in report.out, report.err
+    assert "No policy was run beside" in report.out
+    checked = run("validate", tmp_path / "run", "--json")
+    assert json.loads(checked.out)["runs"][0]["steps_equal_share"] == 1.0, checked.err
+
+
 def _bad_prompt_file(folder: Path, text: str) -> Path:
     path = folder / "prompts.jsonl"
     path.write_text(text, encoding="utf-8")
@@ -159,6 +183,10 @@ def _bad_prompt_file(folder: Path, text: str) -> Path:
         (["--dataset-name", "docs"], 2, ["tokenizer"]),
         (["--dataset-path", "none.jsonl"], 2, ["jsonl"]),
         (["--resume"], 2, ["--output"]),
+        (["--decode", "dleta"], 2, ["did you mean 'delta'?"]),
+        (["--decode", "delta", "--policy", "fixed"], 2, ["policy 'fixed'", "leave it out"]),
+        (["--decode", "delta", "--selector", "window"], 2, ["--selector delta"]),
+        (["--decode", "delta", "--num-speculative-tokens", "3"], 2, ["num_speculative_tokens"]),
         (["--prompt", "hello"], 1, ["no tokenizer"]),
     ],
 )
