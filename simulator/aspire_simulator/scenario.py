@@ -130,7 +130,7 @@ class Scenario:
 
     def limits(self, workload: Workload) -> SchedulerConfig:
         """Scheduler limits; those not given: the longest request, the calibrated pool, or a page pool that holds all
-        slots.
+        slots. Steps are planned ahead if they were when the cost model was measured.
         """
         file = self.load_cost_model().file
         longest = int((workload.prompt_tokens + workload.output_tokens).max())
@@ -145,6 +145,7 @@ class Scenario:
             num_pages=num_pages,
             num_layers=int(file.model.get("layers", 1)),
             graph_buckets=tuple(file.graph_buckets),
+            async_scheduling=bool(file.settings.get("async_scheduling", False)),
         )
 
     def simulation(self, progress: Progress | None = None) -> Simulation:
