@@ -112,6 +112,7 @@ class LLMEngine:
             num_layers=shape.num_layers,
             graph_buckets=buckets,
             async_scheduling=self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
+            lossy=config.lossy,
         )
         self.pool = KVPool(shape, num_pages, decoder.dtype, self.device)
         policy = config.policy_spec
@@ -126,7 +127,7 @@ class LLMEngine:
             self.sequences,
             backend,
             selector=policy.selector,
-            drafts=self.scheduler.policy.drafts,
+            drafts=self.scheduler.policy.drafts or config.lossy,
             use_graphs=use_graphs,
         )
         self._synthetic = (
@@ -220,7 +221,7 @@ class LLMEngine:
         spec = PolicySpec.parse(policy) if isinstance(policy, str) else policy
         self._drain()
         self.scheduler.set_policy(spec)
-        self.runner.set_selector(spec.selector, self.scheduler.policy.drafts)
+        self.runner.set_selector(spec.selector, self.scheduler.policy.drafts or self.config.lossy)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -333,7 +334,7 @@ class LLMEngine:
             live.metrics.preemptions = live.request.preemptions
             del self._live[request_id]
         synthetic = self._synthetic is not None or self.loaded.synthetic
-        return live.output(tokens, logprob, finished=finished, synthetic=synthetic)
+        return live.output(tokens, logprob, finished=finished, synthetic=synthetic, lossy=self.config.lossy)
 
     def _tokens_of(self, live: LiveRequest) -> list[int]:
         """Prompt and committed output of a waiting or running request."""
@@ -449,7 +450,9 @@ class LLMEngine:
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "scheduler": asdict(self.scheduler_config),
             "policy": spec.to_dict(),
-            "policy_label": spec.label,
+            "policy_label": f"{spec.label}, lossy ({self.config.decode})" if self.config.lossy else spec.label,
+            "decode": self.config.decode,
+            "lossy": self.config.lossy,
             "kv_bytes_per_token": page_bytes(self.loaded.config, self.loaded.model.dtype) // self.config.block_size,
             "synthetic_acceptance": self._synthetic is not None or self.loaded.synthetic,
         }
