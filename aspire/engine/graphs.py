@@ -21,6 +21,7 @@ from aspire.scheduler import Mode, StepPlan
 
 if TYPE_CHECKING:
     from aspire.engine.runner import ModelRunner, StepBounds, StepResult
+    from aspire.engine.selectors import PageLists
 
 
 _PAGES_PER_ROW = 2  # a verification of 17 tokens begins at most two pages
@@ -74,10 +75,11 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def clear(self) -> None:
-        """Forget all graphs: something that they read has been replaced."""
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()  # a pool dies with the last of its graphs
+    def forget(self, lists: PageLists) -> None:
+        """Drop the graphs that read ``lists``."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[2] != id(lists)}
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()  # a pool dies with the last of its graphs
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether a graph can run the step: it only decodes, and buckets hold its tokens and new pages."""

@@ -23,6 +23,7 @@ from aspire.scheduler.pages import PageTable
 from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows, SlotState
 
 _NO_EDITS = LogitEdits.none()
+_SELECTORS_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -128,23 +129,33 @@ class ModelRunner:
         model.qk_norm_in_attend = backend.name == "triton" and model.config.qk_norm
         self._graphs = GraphCache(self, config.graph_buckets) if use_graphs else None
         self.capture_s = 0.0  # spent capturing graphs, all in all
+        self._kept_lists: dict[tuple[SelectorSpec, bool], PageLists] = {}
         self.set_selector(selector, drafts)
 
     def set_selector(self, selector: SelectorSpec, drafts: bool) -> None:
-        """Use ``selector`` from the next step on; lists begin empty."""
-        self.lists = PageLists(
-            selector,
-            self.backend,
-            num_layers=self.model.config.num_layers,
-            max_slots=self.config.max_num_seqs,
-            max_model_len=self.config.max_model_len,
-            max_pages=self.config.pages_per_slot,
-            state=self.state,
-            drafts=drafts,
-        )
+        """Use ``selector`` from the next step on; what its lists hold is old until rows verify.
+
+        The lists of a few selectors are kept with their graphs, so that policies can be switched to and fro.
+        """
+        key = (selector, drafts)
+        lists = self._kept_lists.pop(key, None)
+        if lists is None:
+            lists = PageLists(
+                selector,
+                self.backend,
+                num_layers=self.model.config.num_layers,
+                max_slots=self.config.max_num_seqs,
+                max_model_len=self.config.max_model_len,
+                max_pages=self.config.pages_per_slot,
+                state=self.state,
+                drafts=drafts,
+            )
+        self._kept_lists[key] = self.lists = lists
+        while len(self._kept_lists) > _SELECTORS_KEPT:
+            dropped = self._kept_lists.pop(next(iter(self._kept_lists)))  # the longest unused
+            if self._graphs is not None:
+                self._graphs.forget(dropped)
         self.sync_pages()
-        if self._graphs is not None:
-            self._graphs.clear()
 
     def sync_pages(self) -> None:
         """Copy the host's whole page table to the device (steps upload only what is new)."""
