@@ -3,6 +3,7 @@
     docs         chapters of the Python language reference, which ship with CPython (`pydoc_data.topics`)
     source-code  modules of Python's standard library
     jsonl        a file: one JSON object a line with ``prompt``, ``question``, ``messages`` or ``prompt_token_ids``
+    trace        a trace of requests in a format that `aspire trace stats` reads: docs, cut to the trace's lengths
     random       random token ids: for shapes without weights, never for measuring acceptance
 
 Deterministic: the same arguments give the same prompts.
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 from aspire.errors import InputError, UsageError, check_choice
 
-DATASETS = ("docs", "source-code", "jsonl", "random")
+DATASETS = ("docs", "source-code", "jsonl", "trace", "random")
 ON_ERROR = ("fail", "skip")
 
 _QUESTIONS = (
@@ -93,7 +94,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """``num_prompts`` prompts of data set ``dataset_name``, each of exactly ``input_len`` tokens when that is given.
 
-    ``vocab_size`` and ``max_model_len`` are the model's; a line that they forbid counts as malformed.
+    ``vocab_size`` and ``max_model_len`` are the model's; a line that they forbid counts as malformed. Requests of a
+    trace are cut to ``max_model_len``.
 
     ``chat`` wraps real text in the tokenizer's chat template where it has one. With ``on_error`` skip, malformed lines
     of a file are left out and described in ``skipped``. Raises `InputError` or `UsageError`.
@@ -104,10 +106,14 @@ def load_prompts(
         raise UsageError(f"--num-prompts {num_prompts} is too small; give a number >= 1")
     if input_len is not None and input_len < 1:
         raise UsageError(f"--input-len {input_len} is too small; give a number of tokens >= 1")
-    if (dataset_name == "jsonl") != (dataset_path is not None):
-        raise UsageError("--dataset-name jsonl needs --dataset-path FILE, and only jsonl takes one")
+    if (dataset_name in ("jsonl", "trace")) != (dataset_path is not None):
+        raise UsageError("--dataset-name jsonl and trace need --dataset-path FILE, and only they take one")
     if dataset_name == "random":
         return _random_prompts(num_prompts or 1, input_len or 1024, vocab_size, seed)
+    if dataset_name == "trace" and dataset_path is not None:
+        if input_len is not None:
+            raise UsageError("--input-len has no meaning for --dataset-name trace: lengths are those of the trace")
+        return _trace_prompts(dataset_path, _tokenizer_for(dataset_name, tokenizer), num_prompts, max_model_len, seed)
     if dataset_path is not None:
         limits = _Limits(vocab_size, None if input_len else max_model_len, tokenizer)  # longer ones are cut
         prompts = read_jsonl(
@@ -116,10 +122,15 @@ def load_prompts(
         if num_prompts is not None:
             prompts = [prompts[index % len(prompts)] for index in range(num_prompts)]
         return [_cut(prompt, input_len, tokenizer) for prompt in prompts] if input_len else prompts
+    texts = _docs() if dataset_name == "docs" else _source_code()
+    tokenizer = _tokenizer_for(dataset_name, tokenizer)
+    return _long_prompts(texts, tokenizer, num_prompts or 8, input_len or 2048, seed, chat)
+
+
+def _tokenizer_for(dataset_name: str, tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise UsageError(f"data set '{dataset_name}' needs a model with a tokenizer; use --dataset-name random")
-    texts = _docs() if dataset_name == "docs" else _source_code()
-    return _long_prompts(texts, tokenizer, num_prompts or 8, input_len or 2048, seed, chat)
+    return tokenizer
 
 
 def read_jsonl(
@@ -245,18 +256,44 @@ def _long_prompts(
         if room < 1:
             least = len(start) + len(end) + 1
             raise UsageError(f"--input-len {input_len} has no room for the question; give at least {least}")
-        order = chooser.sample(range(len(texts)), len(texts))
-        body: list[int] = []
-        for position in order * (1 + room * 8 // sum(len(text) for _, text in texts)):
-            name, text = texts[position]
-            # three characters a token is the least that ordinary text needs; longer pieces would be encoded for nothing
-            piece = f"# {name}{_SEPARATOR}{text[: (room - len(body)) * 8]}{_SEPARATOR}"
-            body += tokenizer.encode(piece, add_special_tokens=False)
-            if len(body) >= room:
-                break
-        while len(body) < room:
-            body += body
-        prompts.append(Prompt(f"prompt-{index}", token_ids=(*start, *body[:room], *end)))
+        prompts.append(Prompt(f"prompt-{index}", token_ids=(*start, *_body(texts, tokenizer, room, chooser), *end)))
+    return prompts
+
+
+def _body(texts: list[tuple[str, str]], tokenizer: Tokenizer, room: int, chooser: random.Random) -> list[int]:
+    """``room`` tokens of whole texts in a random order, the last one cut."""
+    order = chooser.sample(range(len(texts)), len(texts))
+    body: list[int] = []
+    for position in order * (1 + room * 8 // sum(len(text) for _, text in texts)):
+        name, text = texts[position]
+        # three characters a token is the least that ordinary text needs; longer pieces would be encoded for nothing
+        piece = f"# {name}{_SEPARATOR}{text[: (room - len(body)) * 8]}{_SEPARATOR}"
+        body += tokenizer.encode(piece, add_special_tokens=False)
+        if len(body) >= room:
+            break
+    while len(body) < room:
+        body += body
+    return body[:room]
+
+
+def _trace_prompts(
+    path: str | Path, tokenizer: Tokenizer, num_prompts: int | None, max_model_len: int | None, seed: int
+) -> list[Prompt]:
+    """Prompts and outputs as long as those of the trace's first requests; prompts are cut to what the model allows."""
+    from aspire_simulator.traces import load_trace
+
+    trace = load_trace(path, limit=num_prompts)
+    chooser, texts = random.Random(seed), _docs()
+    prompts = []
+    for index, (length, output) in enumerate(
+        zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    ):
+        if max_model_len is not None:
+            output = min(output, max_model_len - 1)
+            length = min(length, max_model_len - output)
+        prompts.append(
+            Prompt(f"trace-{index}", token_ids=tuple(_body(texts, tokenizer, length, chooser)), max_tokens=output)
+        )
     return prompts
 
 

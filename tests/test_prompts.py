@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,19 @@ def test_bad_bytes_and_missing_or_empty_files(tmp_path: Path) -> None:
 def test_wrong_arguments(arguments: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         load_prompts(**{"tokenizer": Letters(), **arguments})  # type: ignore[arg-type]
+
+
+def test_a_trace_gives_real_text_of_its_lengths(tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    rows = [
+        "2023-11-16 18:15:46.6805900,374,44",
+        "2023-11-16 18:15:50.9951690,9,109",
+        "2023-11-16 18:15:51.2225670,4000,55",
+    ]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    load = partial(load_prompts, "trace", tokenizer=Letters(), dataset_path=trace)
+    prompts = load(max_model_len=512)
+    assert [(len(prompt.token_ids or ()), prompt.max_tokens) for prompt in prompts] == [(374, 44), (9, 109), (457, 55)]
+    assert load(max_model_len=512) == prompts and load(num_prompts=1, seed=1)[0] != prompts[0]
+    with pytest.raises(UsageError, match="no meaning for --dataset-name trace"):
+        load(input_len=10)

@@ -94,7 +94,8 @@ def _bench(
     llm, prices = open_engine(engine, max(specs, key=lambda spec: spec.kind != AUTOREGRESSIVE), console)
     seed = engine.settings["seed"]
     tokenizer = llm.engine.tokenizer if llm.engine.loaded.tokenizer_source is not None else None
-    prompts = source.prompts(tokenizer, llm.engine.loaded.config.vocab_size, seed, console)
+    longest = llm.engine.scheduler_config.max_model_len
+    prompts = source.prompts(tokenizer, llm.engine.loaded.config.vocab_size, seed, console, longest)
     params = source.params(prompts, seed)
     arrival_s = None if math.isinf(rate) else arrivals(len(prompts), rate, burstiness, seed).tolist()
     model_json = prices.file.to_json() if prices else None

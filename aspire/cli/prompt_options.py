@@ -23,12 +23,12 @@ def prompt_choice(
         str | None,
         typer.Option(
             "--dataset-name",
-            help="docs or source-code (real text, no download), jsonl, or random.",
+            help="docs or source-code (real text, no download), jsonl, trace (lengths of a trace), or random.",
             show_default="docs, or jsonl with --dataset-path",
         ),
     ] = None,
     dataset_path: Annotated[
-        Path | None, typer.Option("--dataset-path", help="JSONL file of prompts.", show_default=False)
+        Path | None, typer.Option("--dataset-path", help="JSONL file of prompts, or a trace.", show_default=False)
     ] = None,
     num_prompts: Annotated[
         int | None, typer.Option("--num-prompts", min=1, help="Number of prompts.", show_default="8, or all of a file")
@@ -51,7 +51,7 @@ def prompt_choice(
     on_error: OnError = "fail",
 ) -> PromptChoice:
     name = dataset_name or ("jsonl" if dataset_path else "docs")
-    if input_len is None and name != "jsonl":
+    if input_len is None and name not in ("jsonl", "trace"):
         input_len = DEFAULT_INPUT_LEN
     source = {
         "dataset_path": dataset_path,
