@@ -23,7 +23,7 @@ from aspire.scheduler.pages import PageTable
 from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows, SlotState
 
 _NO_EDITS = LogitEdits.none()
-_SELECTORS_KEPT = 4
+_SELECTORS_KEPT = 8
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 from aspire.sampling_params import SamplingParams
-from tests.invariants.cases import KINDS, fixed, prompt_of, small
+from aspire.scheduler import PolicySpec
+from tests.invariants.cases import KINDS, ample, fixed, prompt_of, small
 from tests.invariants.harness import Limits, drive, generate, make_engine
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=50, ignore_eos=True)
@@ -22,7 +23,8 @@ def test_the_lists_of_the_newest_selectors_are_kept() -> None:
     engine.set_policy(fixed(5, small("window")))
     assert engine.runner.lists is first, "another draft length made other lists"
     for kind in KINDS:
-        engine.set_policy(fixed(3, small(kind)))
+        engine.set_policy(fixed(3, ample(kind)))
+        engine.set_policy(fixed(3, small(kind)) if kind != "window" else PolicySpec())
     engine.set_policy(fixed(3, small("window")))
     assert engine.runner.lists is not first, "lists of every selector pile up"
 
