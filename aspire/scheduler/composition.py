@@ -10,7 +10,7 @@ from aspire.scheduler.plan import Mode
 from aspire.scheduler.slots import Slots
 
 Ints = NDArray[np.int64]
-_PREFILL, _DRAFT = int(Mode.PREFILL), int(Mode.DRAFT)
+_PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
 
 
 def features_of_rows(
@@ -27,16 +27,19 @@ def features_of_rows(
     select_layer_share: float,
 ) -> StepFeatures:
     """Features (0-d) of the step in which ``rows`` put ``query`` tokens at ``start`` through the model."""
-    draft, prefill = modes == _DRAFT, modes == _PREFILL
     context = start + query
-    drafts, prefills = int(np.count_nonzero(draft)), int(np.count_nonzero(prefill))
+    drafting, prompts = (modes == _DRAFT).nonzero()[0], (modes == _PREFILL).nonzero()[0]
+    drafts, prefills = len(drafting), len(prompts)
     tokens, full = int(query.sum()), int(context.sum())
-    sparse, draft_full = 0, 0.0
+    sparse, draft_full, width = 0, 0.0, 0
     if drafts:
-        drafting, at = int(context[draft].sum()), rows[draft]
-        sparse = int((slots.sel_count[at] - slots.tail_page[at]).sum()) * page_tokens + drafting
-        full -= drafting
-        draft_full = full_layer_share * float(drafting)
+        read, at = int(context[drafting].sum()), rows[drafting]
+        sparse = int((slots.sel_count[at] - slots.tail_page[at]).sum()) * page_tokens + read
+        full -= read
+        draft_full = full_layer_share * float(read)
+    if drafts + prefills < len(rows):
+        verifying = query if not prefills else query[modes == _VERIFY]
+        width = int(verifying.max())  # a draft row has one query token
     choosing, choosing_kv = int(np.count_nonzero(selecting)), 0
     if choosing:
         choosing_kv = int(context[selecting].sum())
@@ -48,11 +51,11 @@ def features_of_rows(
         verify_rows=float(len(rows) - drafts - prefills),
         sparse_kv_tokens=float((1.0 - full_layer_share) * sparse),
         full_kv_tokens=float(full + draft_full),
-        prefill_tokens=float(query[prefill].sum()) if prefills else 0.0,
-        prefill_qkv=float((query * context)[prefill].sum()) if prefills else 0.0,
+        prefill_tokens=float(query[prompts].sum()) if prefills else 0.0,
+        prefill_qkv=float((query * context)[prompts].sum()) if prefills else 0.0,
         select_kv_tokens=select_layer_share * choosing_kv + draft_full,
         select_rows=float(choosing + (drafts if full_layer_share else 0)),
-        verify_width=float(query[~(draft | prefill)].max(initial=0)) if drafts + prefills < len(rows) else 0.0,
+        verify_width=float(width),
     )
 
 

@@ -61,11 +61,16 @@ class StepFeatures:
     def from_columns(cls, columns: Floats) -> StepFeatures:
         """Inverse of `columns`."""
         made = object.__new__(cls)
-        # the features are views; the whole is kept beside them, so that `columns` need not put it together again
         made.__dict__["_columns"] = columns
-        for index, name in enumerate(FEATURES):
-            made.__dict__[name] = columns[index, ...]
         return made
+
+    def __getattr__(self, name: str) -> Floats:
+        """A feature of those made `from_columns`: a view, made when asked for, since most never are."""
+        place = _PLACE.get(name)
+        if place is None:
+            raise AttributeError(f"step features have no '{name}'; they are {', '.join(FEATURES)}")
+        view: Floats = self.__dict__["_columns"][place, ...]
+        return view
 
     def matrix(self) -> Floats:
         """[..., len(FEATURES)]: the features of a step side by side."""

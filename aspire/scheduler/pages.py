@@ -64,13 +64,19 @@ class PageTable:
             raise CapacityError(
                 f"{total} KV pages are needed and {self.num_free} are free; preempt or lower max-num-seqs"
             )
-        owner = np.repeat(slots, missing)
-        within = np.arange(total) - np.repeat(np.cumsum(missing) - missing, missing)
-        logical = self.held[owner] + within
-        physical = self._take(total)
-        self.table[owner, logical] = physical
+        short = missing.nonzero()[0]
+        if len(short) == total:  # nobody needs two: the step of a running batch
+            owner = slots[short]
+            logical = self.held[owner]
+        else:
+            owner = np.repeat(slots, missing)
+            within = np.arange(total) - np.repeat(np.cumsum(missing) - missing, missing)
+            logical = self.held[owner] + within
+        entries = np.empty((total, 3), dtype=np.int64)
+        entries[:, 0], entries[:, 1], entries[:, 2] = owner, logical, self._take(total)
+        self.table[owner, logical] = entries[:, 2]
         self.held[slots] += missing
-        return np.stack([owner, logical, physical.astype(np.int64)], axis=1)
+        return entries
 
     def adopt(self, slot: int, pages: Sequence[int]) -> Ints:
         """``pages`` (from `PrefixCache.match`) become the first pages of the empty ``slot``; returns entries [n, 3]."""

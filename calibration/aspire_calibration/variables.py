@@ -81,7 +81,7 @@ def fill_rows(features: Floats, names: Sequence[str], sums: Floats) -> Floats:
 
 def _verify_kv_tokens(f: Floats) -> Floats:
     prefill_tokens = f[PREFILL]
-    if not prefill_tokens.any():
+    if not np.count_nonzero(prefill_tokens):
         return np.asarray(f[FULL_KV])
     # The context of prefill rows is no feature of its own: their mean context weighted by query tokens stands for it.
     prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
@@ -104,8 +104,10 @@ def _widest_verify(f: Floats) -> Floats:
     return np.asarray(np.where(f[VERIFY_WIDTH] > 0, f[VERIFY_WIDTH], mean) * (f[VERIFY_ROWS] > 0))
 
 
-def _prefill_pairs(f: Floats) -> Floats:
+def _prefill_pairs(f: Floats) -> Floats | float:
     """Exact where the prefill rows of a step are equally long, as they are in a step with one."""
+    if not np.count_nonzero(f[PREFILL]):
+        return 0.0
     prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
     within = 0.5 * f[PREFILL] ** 2 / np.maximum(prefill_rows, 1.0)
     return np.asarray(np.maximum(f[PREFILL_QKV] - within, 0.0))

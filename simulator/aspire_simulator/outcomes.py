@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from aspire.runlog import DRAFT, VERIFY
+from aspire.runlog import DRAFT
 from aspire.scheduler.plan import StepOutcome, StepPlan
 from aspire_simulator.acceptance import AcceptanceModel
 
@@ -49,11 +49,12 @@ class SlotOutcomes:
         ``alive`` [rows]: the request is still there; nothing comes of rows whose request ended while they were planned.
         """
         slots, drafted = plan.slots, plan.drafted
-        modes = plan.modes
-        accepted = self._right[slots] * (alive & (modes == VERIFY) & (drafted > 0))
-        committed = (alive & plan.samples & (modes != DRAFT)) + accepted
+        drafting = plan.modes == DRAFT
+        # whoever holds drafts and does not draft verifies them
+        accepted = self._right[slots] * (alive & ~drafting & (drafted > 0))
+        committed = (alive & plan.samples & ~drafting) + accepted
         margin = np.full(len(slots), np.nan)
-        rows = np.flatnonzero(alive & (modes == DRAFT))
+        rows = (alive & drafting).nonzero()[0]
         if len(rows):
             at, held = slots[rows], drafted[rows]
             place = generated[at] + held
@@ -62,7 +63,8 @@ class SlotOutcomes:
             gain = self._gain if len(self._gain) == 1 else self._gain[np.minimum(held, len(self._gain) - 1)]
             still = intact & (self._difficulty[at, place] < gain)
             # 0: right, 1: the first wrong one, 2: behind a wrong one
-            margin[rows] = self._margins[2 - intact.astype(np.int64) - still, at, place]
+            fate = 2 - intact.view(np.int8) - still.view(np.int8)
+            margin[rows] = self._margins[fate, at, place]
             self._right[at] = self._right[at] * ~fresh + still
             self._intact[at] = still
         finish = np.zeros(len(slots), dtype=np.int64)

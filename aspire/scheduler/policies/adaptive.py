@@ -40,11 +40,11 @@ def gains_by_drafting(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> NDArr
     E(g) = (1 - a^(g+1)) / (1 - a), the expected tokens of a round of g drafts, is concave and 1 + c g is straight, so
     their ratio rises up to its argmax g* and never again: this says ``drafted`` < g* without trying every g.
     """
-    rejected = 1.0 - alpha
-    with np.errstate(divide="ignore", invalid="ignore"):  # alpha 0 and 1
-        exponent = (drafted + 1) * np.log1p(-rejected)
-        tokens = np.where(rejected > 0.0, -np.expm1(exponent) / rejected, drafted + 1.0)
-    return np.asarray(np.exp(exponent) * (1.0 + cost_ratio * drafted) > cost_ratio * tokens)
+    rejected, more = 1.0 - alpha, drafted + 1
+    after = alpha**more
+    # next to 1 the difference of two numbers near 1 has no digits left
+    tokens = np.where(rejected > 1e-9, (1.0 - after) / np.maximum(rejected, 1e-9), more)
+    return np.asarray(after * (1.0 + cost_ratio * drafted) > cost_ratio * tokens)
 
 
 class Aspire(Policy):
@@ -90,7 +90,8 @@ class Aspire(Policy):
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        copies = np.concatenate([view.draft_features().columns(), view.verify_features().columns()], axis=1) * count
+        copies = np.concatenate([view.draft_features().columns(), view.verify_features().columns()], axis=1)
+        copies *= count
         seconds = view.cost_model.predict(StepFeatures.from_columns(copies))
         return np.asarray(seconds[:count] / np.maximum(seconds[count:], 1e-12))
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError, check_keys
-from aspire.scheduler.features import CostModel, StepFeatures
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -42,27 +42,37 @@ class PolicyView:
 
     def draft_features(self) -> StepFeatures:
         """Features [n] of one draft row each."""
-        full = self.full_layer_share * self.context_tokens
-        return StepFeatures.of(
-            rows=1.0,
-            query_tokens=1.0,
-            draft_rows=1.0,
-            sparse_kv_tokens=(1.0 - self.full_layer_share) * self.sparse_tokens,
-            full_kv_tokens=full,
-            select_kv_tokens=full,
-            select_rows=float(self.full_layer_share > 0),
-        )
+        columns = _like(_ONE_DRAFT, len(self.slots))
+        columns[_SPARSE_KV] = (1.0 - self.full_layer_share) * self.sparse_tokens
+        if self.full_layer_share:
+            columns[_FULL_KV] = columns[_SELECT_KV] = self.full_layer_share * self.context_tokens
+            columns[_SELECT_ROWS] = 1.0
+        return StepFeatures.from_columns(columns)
 
     def verify_features(self) -> StepFeatures:
         """Features [n] of one verification row each."""
-        return StepFeatures.of(
-            rows=1.0,
-            query_tokens=self.drafted + 1.0,
-            verify_rows=1.0,
-            full_kv_tokens=self.context_tokens.astype(np.float64),
-            select_kv_tokens=self.select_layer_share * self.context_tokens,
-            select_rows=float(self.select_layer_share > 0),
-        )
+        columns = _like(_ONE_VERIFY, len(self.slots))
+        columns[_QUERY] = columns[_PADDED] = self.drafted + 1.0
+        columns[_FULL_KV] = self.context_tokens
+        if self.select_layer_share:
+            columns[_SELECT_KV] = self.select_layer_share * self.context_tokens
+            columns[_SELECT_ROWS] = 1.0
+        return StepFeatures.from_columns(columns)
+
+
+_QUERY, _PADDED, _SPARSE_KV, _FULL_KV, _SELECT_KV, _SELECT_ROWS = map(
+    FEATURES.index,
+    ("query_tokens", "padded_tokens", "sparse_kv_tokens", "full_kv_tokens", "select_kv_tokens", "select_rows"),
+)
+_ONE_DRAFT = StepFeatures.of(rows=1.0, query_tokens=1.0, draft_rows=1.0).columns()
+_ONE_VERIFY = StepFeatures.of(rows=1.0, query_tokens=1.0, verify_rows=1.0).columns()
+
+
+def _like(one: Floats, count: int) -> Floats:
+    """[len(FEATURES), count]: ``count`` steps with the features ``one``."""
+    columns = np.empty((len(one), count))
+    columns[:] = one[:, None]
+    return columns
 
 
 @dataclass(frozen=True)
