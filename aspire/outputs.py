@@ -45,3 +45,4 @@ class RequestOutput:
     lossy: bool = False
     synthetic: bool = False
     new_token_ids: list[int] = field(default_factory=list)  # since the output before, when streaming
+    num_cached_tokens: int = 0  # of the prompt, whose KV was there already

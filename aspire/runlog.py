@@ -175,12 +175,15 @@ class RequestTable:
     first_token_s: Floats
     finish_s: Floats
     preemptions: NDArray[np.int64]
+    cached_tokens: NDArray[np.int64]  # of the prompt, found in pages that others had computed
+    prefix_of: NDArray[np.int64]  # row of an earlier request with the longest equal prefix; -1 = none
+    prefix_tokens: NDArray[np.int64]  # of that prefix, whole pages of prompt and output
     status: list[str] = field(default_factory=list)  # length, stop, abort, rejected, running, waiting
 
     @classmethod
     def empty(cls, count: int) -> RequestTable:
         """``count`` requests that have not arrived."""
-        zeros, times = np.zeros((5, count), dtype=np.int64), np.full((3, count), np.nan)
+        zeros, times = np.zeros((7, count), dtype=np.int64), np.full((3, count), np.nan)
         return cls(
             request_id=[str(index) for index in range(count)],
             arrival_s=np.zeros(count),
@@ -192,6 +195,9 @@ class RequestTable:
             first_token_s=times[1],
             finish_s=times[2],
             preemptions=zeros[2],
+            cached_tokens=zeros[5],
+            prefix_of=np.full(count, -1, dtype=np.int64),
+            prefix_tokens=zeros[6],
             status=["waiting"] * count,
         )
 

@@ -23,7 +23,8 @@ class EngineConfig:
     without trained weights; every output then says so. ``async_scheduling`` plans each step while the one before runs
     (None: on a GPU); outputs do not change, policies see evidence that is one step old. ``decode`` delta is lossy:
     every token is generated from the pages that a few selection layers choose (selector delta, 64 pages where none is
-    given), nothing is drafted or verified, and every output says so.
+    given), nothing is drafted or verified, and every output says so. ``enable_prefix_caching``: requests share the KV
+    pages of equal prefixes; outputs do not change.
     """
 
     model: str = "smollm2-135m"
@@ -39,6 +40,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     seed: int = 0
     policy: PolicySpec | str = field(default_factory=PolicySpec)

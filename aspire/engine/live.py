@@ -60,6 +60,7 @@ class LiveRequest:
             lossy=lossy,
             synthetic=synthetic,
             new_token_ids=new,
+            num_cached_tokens=self.request.cached_tokens,
         )
 
 

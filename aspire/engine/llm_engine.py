@@ -44,6 +44,8 @@ from aspire.scheduler import (
     SchedulerConfig,
     StepPlan,
 )
+from aspire.scheduler.prefix_cache import page_hashes
+from aspire.scheduler.prefix_links import shared_prefixes
 from aspire.tokenizer import Tokenizer, load_tokenizer
 from aspire_calibration import LoadedCostModel, load_cost_model
 from aspire_kernels import get_backend
@@ -112,6 +114,7 @@ class LLMEngine:
             num_layers=shape.num_layers,
             graph_buckets=buckets,
             async_scheduling=self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
+            enable_prefix_caching=config.enable_prefix_caching,
             lossy=config.lossy,
         )
         self.pool = KVPool(shape, num_pages, decoder.dtype, self.device)
@@ -181,7 +184,8 @@ class LLMEngine:
             bad = next(token for token in ids if not 0 <= token < vocab)
             raise InputError(f"request '{request_id}' has token id {bad}; the model's vocabulary is 0..{vocab - 1}")
         arrival = self.clock() if arrival_s is None else arrival_s
-        request = Request(request_id, len(ids), params.max_tokens, arrival, priority)
+        names = page_hashes(ids) if self.config.enable_prefix_caching else ()
+        request = Request(request_id, len(ids), params.max_tokens, arrival, priority, names)
         self.scheduler.add_request(request)
         wants_text = params.detokenize and self.loaded.tokenizer_source is not None
         if params.stop and not wants_text:
@@ -349,6 +353,8 @@ class LLMEngine:
         if live is not None and self.sequences.owner[slot] == live.number:
             live.token_ids = self.sequences.tokens[slot, : request.prompt_tokens + request.generated].tolist()
             live.cumulative_logprob = float(self.sequences.cumulative_logprob[slot])
+            if self.config.enable_prefix_caching:
+                request.page_hashes = page_hashes(live.token_ids, request.page_hashes)
         self.sequences.vacate(slot)
 
     @property
@@ -395,10 +401,12 @@ class LLMEngine:
     # ---- records -------------------------------------------------------------------------------------------------
 
     def begin_record(self, *, margins: bool = False) -> None:
-        """Forget what was recorded and start the clock anew; only between runs. ``margins``: keep those of tokens."""
+        """Forget what was recorded and all prefixes, and start the clock anew; only between runs. ``margins``: keep
+        those of tokens."""
         if self.scheduler.has_work:
             raise UsageError("begin_record while requests run; finish or abort them first")
         self.forget_steps()
+        self.scheduler.reset_prefix_cache()  # a replay begins without them
         self._submitted = []
         self._margins = MarginLog() if margins else None
         self._origin = time.perf_counter()
@@ -439,10 +447,14 @@ class LLMEngine:
             table.prompt_tokens[row] = live.request.prompt_tokens
             table.max_tokens[row] = live.params.max_tokens
             table.priority[row] = live.request.priority
+            table.cached_tokens[row] = live.request.cached_tokens
             table.preemptions[row] = live.request.preemptions
             table.status[row] = status_of(live.request)
             if live.request.finish_reason == FinishReason.ABORT and live.metrics.finish_s is not None:
                 table.finish_s[row] = live.metrics.finish_s
+        table.prefix_of[:], table.prefix_tokens[:] = shared_prefixes(
+            [live.request.page_hashes for live in self._submitted]
+        )
         spec = self.scheduler.policy_spec
         config = {
             "source": "engine",

@@ -47,6 +47,7 @@ class StepTimer:
         self._max_seconds = max_seconds
         self._repeats = repeats
         engine.pool.fill_random()
+        engine.scheduler.reset_prefix_cache()
         self._rng = np.random.default_rng(0)
 
     def limits(self) -> PlanLimits:

@@ -16,6 +16,7 @@ class SchedulerConfig:
     query-token counts that have a CUDA graph (empty: eager, no padding). ``watermark`` is the share of pages that
     admission leaves free for running requests to grow into. ``async_scheduling``: executors plan a step while the one
     before runs. ``lossy``: decoding rows read only the pages that the selector lists, and nothing verifies them.
+    ``enable_prefix_caching``: requests share the full pages of equal prefixes (`Request.page_hashes`).
     """
 
     max_num_seqs: int = 256
@@ -27,6 +28,7 @@ class SchedulerConfig:
     graph_buckets: tuple[int, ...] = ()
     watermark: float = 0.01
     async_scheduling: bool = False
+    enable_prefix_caching: bool = True
     lossy: bool = False
 
     def __post_init__(self) -> None:

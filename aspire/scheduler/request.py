@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -29,8 +30,8 @@ class FinishReason(IntEnum):
 class Request:
     """One generation request.
 
-    ``prompt_tokens`` and ``max_tokens`` are counts; ``page_hashes`` (one per full prompt page, chained) let equal
-    prefixes share pages.
+    ``prompt_tokens`` and ``max_tokens`` are counts. ``page_hashes`` name its full pages, prompt first, as far as they
+    are known (`prefix_cache.page_hashes`): equal names let requests share pages. None are needed.
     """
 
     request_id: str
@@ -38,9 +39,10 @@ class Request:
     max_tokens: int
     arrival_s: float = 0.0
     priority: int = 0  # smaller runs first, as in vLLM
-    page_hashes: tuple[int, ...] = ()
+    page_hashes: Sequence[int] = ()
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason = FinishReason.NONE
     generated: int = 0  # committed output tokens
     preemptions: int = 0
+    cached_tokens: int = 0  # of the prompt, found in pages that others had computed
     order: int = field(default=-1, compare=False)  # submission order, set by the scheduler

@@ -30,7 +30,7 @@ Ints = NDArray[np.int64]
 _PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
 _ACT_DRAFT, _ACT_VERIFY, _ACT_WAIT = int(Action.DRAFT), int(Action.VERIFY), int(Action.WAIT)
 _EVERY = slice(None)
-_NONE, _LENGTH = int(FinishReason.NONE), int(FinishReason.LENGTH)
+_NONE, _LENGTH, _ERROR = int(FinishReason.NONE), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Counts:
 class Scheduler:
     """Admission, page accounting, preemption and step composition under one policy.
 
-    ``on_release(slot, request)`` is called when a request leaves its slot (finished, aborted or preempted).
+    ``on_release(slot, request)`` is called when a request leaves its slot (finished, aborted or preempted); it may add
+    to ``request.page_hashes`` those of the pages that the request generated.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # waiting and running
         self._slot_of: dict[str, int] = {}
         self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, submission order)
+        self._aborted = 0  # entries of the heap whose requests have ended
         self._on_release = on_release
         self._new_pages: list[Ints] = []  # block-table entries not yet handed to an executor
         self._in_flight: list[StepPlan] = []  # planned, outcome not known
@@ -124,18 +126,26 @@ class Scheduler:
             return False
         slot = self._slot_of.get(request_id)
         if slot is None:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-            heapq.heapify(self._waiting)
+            self._aborted += 1
         else:
             self._leave(slot)
         self._finish(request, reason)
+        if 2 * self._aborted > len(self._waiting):  # a queue of thousands is not searched for each
+            self._waiting = [entry for entry in self._waiting if entry[2].state is RequestState.WAITING]
+            heapq.heapify(self._waiting)
+            self._aborted = 0
         return True
 
     @property
     def counts(self) -> Counts:
         """Requests by state; what must hold is in `Counts`."""
         running = len(self._slot_of)
-        return Counts(self._arrived, len(self._waiting), running, self._finished, self._rejected)
+        waiting = len(self.requests) - running
+        return Counts(self._arrived, waiting, running, self._finished, self._rejected)
+
+    def reset_prefix_cache(self) -> None:
+        """No request finds pages that others computed before."""
+        self.pages.forget_all()
 
     @property
     def has_work(self) -> bool:
@@ -153,14 +163,13 @@ class Scheduler:
         flight, also when the next one must know its outcome: update first, then ask again."""
         if not self.requests:
             return None
-        self.admit()
         slots = self.slots
-        active = np.flatnonzero(slots.active)
-        primed = slots.primed[active]
-        decoding = active[primed & (slots.known[active] < slots.limit[active])]
-        prefilling = active[~primed]
-        if self._in_flight and self.pages.missing(decoding, self._pages_needed(decoding)) > self.pages.num_free:
+        decoding = np.flatnonzero(slots.active & slots.primed & (slots.known < slots.limit))
+        growth = self.pages.missing(decoding, self._pages_needed(decoding))
+        if self._in_flight and growth > self.pages.num_free:
             return None  # whom to preempt depends on who is left
+        self.admit(growth)
+        prefilling = np.flatnonzero(slots.active & ~slots.primed)
         preempted: list[str] = []
         modes, query, kept = self._decode_rows(decoding, prefilling, preempted)
         if preempted:
@@ -191,11 +200,13 @@ class Scheduler:
             self._settle(rows_slots, np.where(verify, drafted, 0), np.where(verify, committed - 1, 0))
         self._observe(plan, outcome, rows, draft, verify)
         finish = outcome.finish[rows].copy()
+        if self.config.enable_prefix_caching:
+            self._publish(rows_slots, plan.start[rows] + query, (modes == _PREFILL) & (finish != _ERROR))
         known = plan.start[rows] + np.where(verify, 1, query) + committed
         finish[(known >= slots.limit[rows_slots]) & (finish == _NONE) & ~draft] = _LENGTH
         finished = []
         for index in np.flatnonzero(finish):
-            request = self._leave(int(rows_slots[index]))
+            request = self._leave(int(rows_slots[index]), trusted=finish[index] != _ERROR)
             self._finish(request, FinishReason(int(finish[index])))
             finished.append(request)
         self._roll_back(rows_slots[verify & (finish == _NONE)])
@@ -206,8 +217,9 @@ class Scheduler:
         slots = self.slots
         for plan in self._in_flight:
             for slot in plan.slots[slots.tenancy[plan.slots] == plan.tenancy].tolist():
-                self._preempt(slot)
+                self._preempt(slot, trusted=False)
         self._in_flight.clear()
+        self.reset_prefix_cache()
 
     @property
     def in_flight(self) -> tuple[StepPlan, ...]:
@@ -240,22 +252,59 @@ class Scheduler:
     def _limit(self, request: Request) -> int:
         return min(request.prompt_tokens + request.max_tokens, self.config.max_model_len)
 
-    def admit(self) -> None:
-        """Move waiting requests into free slots while their prompts' pages fit; `schedule` begins with it."""
-        watermark = int(self.config.watermark * self.pages.num_usable)
+    def admit(self, growth: int = 0) -> None:
+        """Move waiting requests into free slots while their prompts' pages fit, beside the ``growth`` pages that those
+        who run need now; `schedule` begins with it."""
+        watermark = max(growth, int(self.config.watermark * self.pages.num_usable))
         while self._waiting and self.slots.num_free:
             request = self._waiting[0][2]
+            if request.state is not RequestState.WAITING:
+                heapq.heappop(self._waiting)
+                self._aborted -= 1
+                continue
             known = request.prompt_tokens + request.generated
             pages = -(-known // self.config.block_size)
             spare = watermark if self._slot_of else 0  # one that fits alone must get in
-            if pages + spare > self.pages.num_free:
+            found = self._prefix_pages(request, known)
+            if found is None or pages - len(found) + self.pages.prefixes.idle(found) + spare > self.pages.num_free:
                 return
             heapq.heappop(self._waiting)
             slot = self.slots.occupy(request, self._limit(request))
             self._slot_of[request.request_id] = slot
             request.state = RequestState.RUNNING
             self.policy.reset(np.array([slot]))
+            self._new_pages.append(self.pages.adopt(slot, found))
             self._new_pages.append(self.pages.grow(np.array([slot]), np.array([pages])))
+            self.slots.computed[slot] = len(found) * self.config.block_size
+            if request.preemptions == 0:
+                request.cached_tokens = len(found) * self.config.block_size
+            if self.config.enable_prefix_caching:
+                self.pages.prefixes.promise(slot, request.page_hashes[len(found) : known // self.config.block_size])
+
+    def _prefix_pages(self, request: Request, known: int) -> list[int] | None:
+        """Pages that hold the first of the ``known`` tokens of ``request``, at least one token being left to compute.
+
+        None: not yet. A running request that is no less urgent is about to compute the next page: rather than doing it
+        twice, wait. That request's prompt comes first anyway.
+        """
+        if not self.config.enable_prefix_caching:
+            return []
+        names, most = request.page_hashes, (known - 1) // self.config.block_size
+        found = self.pages.prefixes.match(names, most)
+        if len(found) < min(most, len(names)):
+            slot = self.pages.prefixes.promised_by(names[len(found)])
+            if slot is not None and self.slots.priority[slot] <= request.priority:
+                return None
+        return found
+
+    def _publish(self, rows: Ints, computed: Ints, prefilled: NDArray[np.bool_]) -> None:
+        """Prompts of slots ``rows`` are computed up to ``computed`` tokens where ``prefilled``: others may use them."""
+        full = computed // self.config.block_size
+        for index in np.flatnonzero(prefilled).tolist():
+            slot = int(rows[index])
+            request = self.slots.requests[slot]
+            if request is not None:
+                self.pages.publish(slot, request.page_hashes, int(full[index]))
 
     def _decode_rows(self, decoding: Ints, prefilling: Ints, preempted: list[str]) -> tuple[Ints, Ints, Ints]:
         """(modes, query tokens, slots) of the decoding rows that run in this step."""
@@ -463,19 +512,27 @@ class Scheduler:
         drafting = least[slots.drafted[least] > 0]
         return int((drafting if len(drafting) else least)[-1])
 
-    def _preempt(self, slot: int) -> str:
-        request = self._leave(slot)
+    def _preempt(self, slot: int, *, trusted: bool = True) -> str:
+        request = self._leave(slot, trusted=trusted)
         request.preemptions += 1
         request.state = RequestState.WAITING
         heapq.heappush(self._waiting, (request.priority, request.order, request))
         return request.request_id
 
-    def _leave(self, slot: int) -> Request:
+    def _leave(self, slot: int, *, trusted: bool = True) -> Request:
+        """Take the request out of ``slot``; what it computed can be found again if it is ``trusted``."""
         request = self.slots.vacate(slot)
         del self._slot_of[request.request_id]
-        self.pages.release(slot)
         if self._on_release is not None:
             self._on_release(slot, request)
+        if self.config.enable_prefix_caching:
+            self.pages.prefixes.withdraw(slot)
+            if not trusted:
+                self.pages.forget(slot)
+            elif not self.config.lossy:  # what lossy decoding wrote is no KV of full attention
+                computed = int(self.slots.computed[slot])
+                self.pages.publish(slot, request.page_hashes, computed // self.config.block_size)
+        self.pages.release(slot)
         return request
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

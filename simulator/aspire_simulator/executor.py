@@ -89,12 +89,13 @@ class Simulation:
                 lambda slots, drafted: self._outcomes.next_is_right(slots, generated[slots], drafted),
             )
         self._requests = [
-            Request(str(index), prompt, output, arrival)
-            for index, (prompt, output, arrival) in enumerate(
+            Request(str(index), prompt, output, arrival, page_hashes=names)
+            for index, (prompt, output, arrival, names) in enumerate(
                 zip(
                     workload.prompt_tokens.tolist(),
                     workload.output_tokens.tolist(),
                     workload.arrival_s.tolist(),
+                    workload.page_names(),
                     strict=True,
                 )
             )
@@ -211,8 +212,10 @@ class Simulation:
 
     def _table(self) -> RequestTable:
         table = table_from_log(self.log, len(self._requests))
-        for name in ("arrival_s", "prompt_tokens", "max_tokens", "priority", "preemptions"):
+        for name in ("arrival_s", "prompt_tokens", "max_tokens", "priority", "preemptions", "cached_tokens"):
             getattr(table, name)[:] = [getattr(request, name) for request in self._requests]
+        if self.workload.prefix_of is not None and self.workload.prefix_tokens is not None:
+            table.prefix_of[:], table.prefix_tokens[:] = self.workload.prefix_of, self.workload.prefix_tokens
         table.status = [status_of(request) for request in self._requests]
         return table
 

@@ -6,6 +6,7 @@ as it did in the run. Where it does not, engine and simulator have drifted apart
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from aspire.scheduler import (
     StepOutcome,
     StepPlan,
 )
+from aspire.scheduler.prefix_links import names_from_links
 
 FINISH_BY_STATUS = {reason.name.lower(): reason for reason in FinishReason if reason}
 
@@ -88,6 +90,7 @@ def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
     number = {name: index for index, name in enumerate(table.request_id)}
     order = np.argsort(table.arrival_s, kind="stable").tolist()
     aborts = [i for i in np.argsort(table.finish_s, kind="stable").tolist() if table.status[i] == "abort"]
+    names = names_from_links(table.prefix_of, table.prefix_tokens, table.prompt_tokens + table.output_tokens)
     plans: list[StepPlan] = []  # in flight
     compared = 0
 
@@ -108,7 +111,8 @@ def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
             return ReplayReport(len(log), compared, difference)
         planned_s = float(log.planned_s[step])
         while order and table.arrival_s[order[0]] <= planned_s:
-            _submit(scheduler, run, order.pop(0))
+            index = order.pop(0)
+            _submit(scheduler, run, index, names[index])
         while aborts and table.finish_s[aborts[0]] <= planned_s:
             scheduler.abort(table.request_id[aborts.pop(0)])
         plan = scheduler.schedule()
@@ -123,7 +127,7 @@ def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
     return ReplayReport(len(log), compared, "")
 
 
-def _submit(scheduler: Scheduler, run: Run, index: int) -> None:
+def _submit(scheduler: Scheduler, run: Run, index: int, page_names: Sequence[int]) -> None:
     table = run.requests
     request = Request(
         table.request_id[index],
@@ -131,6 +135,7 @@ def _submit(scheduler: Scheduler, run: Run, index: int) -> None:
         int(table.max_tokens[index]),
         float(table.arrival_s[index]),
         int(table.priority[index]),
+        page_names,
     )
     try:
         scheduler.add_request(request)

@@ -23,8 +23,10 @@ import numpy as np
 
 from aspire.errors import InputError
 from aspire.runlog import REQUEST_COLUMNS
+from aspire.scheduler.prefix_links import shared_prefixes
 from aspire_simulator.workload import Workload
 
+_LINKS = ("prefix_of", "prefix_tokens")
 MOONCAKE_BLOCK_TOKENS = 512  # tokens behind one hash id of a Mooncake trace
 
 # time column (Vidur traces may lack it), prompt column, output column
@@ -88,18 +90,31 @@ def load_trace(
     if not kept:
         raise InputError(f"trace {source} has no requests with prompt and output tokens")
     arrival_s = np.array([record[0] for record in kept], dtype=np.float64)
-    prefix = np.array([record[3:5] for record in kept], dtype=np.int64) if kind == "mooncake" else None
-    shared = prefix is not None and bool((prefix[:, 0] >= 0).any())
+    prefix_of, prefix_tokens = _prefixes(kept, kind)
     workload = Workload(
         name=f"{kind}:{source.name}",
         arrival_s=arrival_s - arrival_s.min(),
         prompt_tokens=np.array([record[1] for record in kept], dtype=np.int64),
         output_tokens=np.array([record[2] for record in kept], dtype=np.int64),
-        prefix_id=prefix[:, 0] if prefix is not None and shared else None,
-        prefix_tokens=prefix[:, 1] if prefix is not None and shared else None,
+        prefix_of=prefix_of,
+        prefix_tokens=prefix_tokens,
         detail={"format": kind, "file": source.name, "dropped": dropped},
     )
     return workload.ordered().scaled(time_scale=time_scale, length_scale=length_scale, limit=limit)
+
+
+def _prefixes(records: list[Any], kind: str) -> tuple[Any, Any]:
+    """``(prefix_of, prefix_tokens)`` of the ``records``; None where the trace says nothing of prefixes."""
+    if kind == "mooncake":
+        prefix_of, tokens = shared_prefixes([record[3] for record in records], MOONCAKE_BLOCK_TOKENS)
+        tokens = np.minimum(tokens, [record[1] for record in records])
+    elif kind == "run":
+        prefix_of, tokens = np.array([record[3:5] for record in records], dtype=np.int64).T
+        place = {record[5]: index for index, record in enumerate(records)}
+        prefix_of = np.array([place.get(row, -1) for row in prefix_of.tolist()], dtype=np.int64)
+    else:
+        return None, None
+    return (prefix_of, tokens) if (prefix_of >= 0).any() else (None, None)
 
 
 def _file(path: str | Path) -> Path:
@@ -126,7 +141,7 @@ def _first_line(source: Path) -> str:
     return lines[0].rstrip("\r\n")
 
 
-def _csv_records(source: Path, kind: str) -> Iterator[tuple[float, int, int]]:
+def _csv_records(source: Path, kind: str) -> Iterator[tuple[Any, ...]]:
     reader = csv.reader(_lines(source))
     header = [column.strip() for column in next(reader)]
     time_name, prompt_name, output_name = _CSV[kind]
@@ -138,15 +153,15 @@ def _csv_records(source: Path, kind: str) -> Iterator[tuple[float, int, int]]:
             continue
         try:
             arrival_s = 0.0 if when is None else seconds(line[when])
-            yield _checked(arrival_s, _count(line[prompt]), _count(line[output]))
+            links = [int(line[header.index(name)]) for name in _LINKS] if kind == "run" else []
+            yield (*_checked(arrival_s, _count(line[prompt]), _count(line[output])), *links, reader.line_num - 2)
         except IndexError as error:
             raise InputError(f"{source} line {reader.line_num}: {len(line)} fields, expected {len(header)}") from error
         except ValueError as error:
             raise InputError(f"{source} line {reader.line_num}: {error}") from error
 
 
-def _mooncake(source: Path) -> Iterator[tuple[float, int, int, int, int]]:
-    seen: set[int] = set()
+def _mooncake(source: Path) -> Iterator[tuple[float, int, int, list[int]]]:
     for number, text in enumerate(_lines(source), start=1):
         if not text.strip():
             continue
@@ -160,9 +175,7 @@ def _mooncake(source: Path) -> Iterator[tuple[float, int, int, int, int]]:
             raise InputError(f"{source} line {number}: no key {error}") from error
         except (TypeError, ValueError) as error:
             raise InputError(f"{source} line {number}: {error}") from error
-        known = next((index for index, block in enumerate(blocks) if block not in seen), len(blocks))
-        seen.update(blocks)
-        yield arrival_s, prompt, output, blocks[0] if blocks else -1, min(known * MOONCAKE_BLOCK_TOKENS, prompt)
+        yield arrival_s, prompt, output, blocks
 
 
 def _json_line(source: Path, number: int, text: str) -> dict[str, Any]:

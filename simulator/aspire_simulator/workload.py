@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError, check_choice
+from aspire.scheduler.prefix_links import names_from_links
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,8 +25,8 @@ class Workload:
     arrival_s: Floats  # [requests], from 0, not decreasing
     prompt_tokens: Ints  # [requests], >= 1
     output_tokens: Ints  # [requests], >= 1
-    prefix_id: Ints | None = None  # [requests]: requests with the same id share a prefix; -1 = shares nothing
-    prefix_tokens: Ints | None = None  # [requests]: length of the prefix shared with earlier requests
+    prefix_of: Ints | None = None  # [requests]: an earlier request with the longest equal prefix; -1 = none has one
+    prefix_tokens: Ints | None = None  # [requests]: of that prefix, prompt and output
     detail: dict[str, Any] = field(default_factory=dict)  # how it was made; goes into provenance
 
     def __len__(self) -> int:
@@ -44,15 +45,29 @@ class Workload:
         return self.take(np.argsort(self.arrival_s, kind="stable"))
 
     def take(self, which: Any) -> Workload:
-        """The requests ``which`` (indices, mask or slice), in that order."""
-        return replace(
+        """The requests ``which`` (indices, mask or slice), in that order. Who shared a prefix with one that is left
+        out, or now comes later, shares none."""
+        kept = replace(
             self,
             arrival_s=self.arrival_s[which],
             prompt_tokens=self.prompt_tokens[which],
             output_tokens=self.output_tokens[which],
-            prefix_id=None if self.prefix_id is None else self.prefix_id[which],
-            prefix_tokens=None if self.prefix_tokens is None else self.prefix_tokens[which],
         )
+        if self.prefix_of is None or self.prefix_tokens is None:
+            return kept
+        chosen = np.arange(len(self))[which]
+        place = np.full(len(self) + 1, -1, dtype=np.int64)  # the last entry: of nobody
+        place[chosen] = np.arange(len(chosen))
+        parent = place[self.prefix_of[chosen]]
+        parent[parent >= np.arange(len(chosen))] = -1
+        return replace(kept, prefix_of=parent, prefix_tokens=np.where(parent < 0, 0, self.prefix_tokens[chosen]))
+
+    def page_names(self) -> list[Sequence[int]]:
+        """Names of the full pages of each request, equal where prefixes are."""
+        nobody = np.zeros(len(self), dtype=np.int64)
+        prefix_of = nobody - 1 if self.prefix_of is None else self.prefix_of
+        tokens = nobody if self.prefix_tokens is None else self.prefix_tokens
+        return names_from_links(prefix_of, tokens, self.prompt_tokens + self.output_tokens)
 
     def scaled(self, *, time_scale: float = 1.0, length_scale: float = 1.0, limit: int | None = None) -> Workload:
         """First ``limit`` requests, arrival times and lengths multiplied (2.0 = arrivals half as dense, twice as

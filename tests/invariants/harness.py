@@ -153,11 +153,14 @@ def check_engine(engine: LLMEngine) -> None:
     assert set(engine._live) == set(scheduler.requests)
     held = [pages.table[slot, : pages.held[slot]] for slot in range(len(slots.active))]
     owned = np.concatenate(held)
-    assert len(np.unique(owned)) == len(owned) and (owned > 0).all(), "a page has two owners, or is the trash page"
-    assert pages.num_free + len(owned) == pages.num_usable
+    owners = np.bincount(owned, minlength=pages.num_pages)
+    assert (owners == pages.owners).all() and owners[0] == 0, "owners are counted wrong, or the trash page is held"
+    assert pages.num_free + np.count_nonzero(owners) == pages.num_usable
     assert (pages.held[~slots.active] == 0).all(), "an empty slot holds pages"
     assert len(scheduler.in_flight) <= engine.scheduler_config.async_scheduling, "a step was left in flight"
     for slot in np.flatnonzero(slots.active).tolist():
+        written = held[slot][int(slots.computed[slot]) // PAGE_TOKENS :]
+        assert (owners[written] == 1).all(), "a page that is written has two owners"
         known, computed, drafted = int(slots.known[slot]), int(slots.computed[slot]), int(slots.drafted[slot])
         assert computed < known <= slots.limit[slot] <= engine.scheduler_config.max_model_len
         assert known + slots.slack[slot] + drafted <= slots.limit[slot] and drafted <= 16
