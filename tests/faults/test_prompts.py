@@ -91,3 +91,16 @@ def test_ten_thousand_requests_in_the_queue_finish_once_each() -> None:
     assert [int(output.request_id) for output in outputs] == list(range(10_000))
     assert len(seen) == len(set(seen)) == 10_000
     assert time.process_time() - begin < 60
+
+
+def test_ten_thousand_waiting_requests_are_aborted_quickly() -> None:
+    engine = llm().engine
+    for number in range(10_000):
+        engine.add_request(str(number), [number % 128], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    begin = time.process_time()
+    assert all(engine.abort(str(number)) for number in reversed(range(10_000)))
+    assert time.process_time() - begin < 3
+    counts = engine.scheduler.counts
+    assert counts.waiting == counts.running == 0 and counts.finished == 10_000
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_usable
