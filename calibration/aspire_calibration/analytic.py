@@ -160,7 +160,7 @@ def analytic_model(
         fitted=RampModel((tuple(priced),), (tuple(priced.values()),)),
         hardware={"name": device.name, "label": f"analytic {device.name}"},
         model={**asdict(model), **({"name": shape} if isinstance(shape, str) else {})},
-        settings={"async_scheduling": True},
+        settings={"async_scheduling": device is not HARDWARE["cpu"]},  # as the engine does by default
         ranges={},
         graph_buckets=graph_buckets,
         page_size=page_size,

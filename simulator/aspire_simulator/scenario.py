@@ -34,7 +34,8 @@ class Scenario:
     `parse_policy`, or the object of a policy.json. ``acceptance``: see `parse_acceptance`, or its object; or an object
     of these by selector kind (optionally ``kind@budget_ratio``), with ``*`` for the others. ``selector``,
     ``budget_ratio`` and
-    ``num_speculative_tokens`` override the policy's own. Limits that are None follow from the cost model and workload.
+    ``num_speculative_tokens`` override the policy's own. Limits that are None follow from the cost model and workload,
+    and so does ``async_scheduling``: steps are planned ahead if they were when the cost model was measured.
     """
 
     cost_model: str
@@ -57,6 +58,7 @@ class Scenario:
     max_model_len: int | None = None
     num_pages: int | None = None
     max_concurrency: int | None = None
+    async_scheduling: bool | None = None
     goodput: str = ""
     seed: int = 0
     noise: float = 0.0
@@ -130,11 +132,12 @@ class Scenario:
 
     def limits(self, workload: Workload) -> SchedulerConfig:
         """Scheduler limits; those not given: the longest request, the calibrated pool, or a page pool that holds all
-        slots. Steps are planned ahead if they were when the cost model was measured.
+        slots.
         """
         file = self.load_cost_model().file
         longest = int((workload.prompt_tokens + workload.output_tokens).max())
         max_model_len = self.max_model_len or longest
+        ahead = file.settings.get("async_scheduling", False) if self.async_scheduling is None else self.async_scheduling
         num_pages = self.num_pages or file.num_pages
         if num_pages is None:
             num_pages = self.max_num_seqs * -(-max_model_len // 16) + 1
@@ -145,7 +148,7 @@ class Scenario:
             num_pages=num_pages,
             num_layers=int(file.model.get("layers", 1)),
             graph_buckets=tuple(file.graph_buckets),
-            async_scheduling=bool(file.settings.get("async_scheduling", False)),
+            async_scheduling=bool(ahead),
         )
 
     def simulation(self, progress: Progress | None = None) -> Simulation:
