@@ -127,6 +127,8 @@ class ModelRunner:
         # the fused kernel normalises q and k together with rope; the reference leaves it to the decoder
         model.ops = backend
         model.qk_norm_in_attend = backend.name == "triton" and model.config.qk_norm
+        if self.device.type == "cuda" and backend.fuses(model.weights.layers[0].gate_up):
+            model.fold_norms()
         self._graphs = GraphCache(self, config.graph_buckets) if use_graphs else None
         self.capture_s = 0.0  # spent capturing graphs, all in all
         self._kept_lists: dict[tuple[SelectorSpec, bool], PageLists] = {}

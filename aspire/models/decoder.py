@@ -47,22 +47,31 @@ class Ops(Protocol):
         """``(x, residual, weight, eps)`` -> (norm of residual, residual) after ``residual += x``, in place or not."""
 
     @property
-    def silu_mul(self) -> Callable[..., Tensor]:
-        """``(gate_up [tokens, 2 * width])``, gate beside up -> silu(gate) * up, [tokens, width]."""
+    def norm_linear(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """``(pending, residual, norm weight, weight, bias, eps)`` -> (product of the norm of residual, residual), after
+        ``residual += pending`` unless that is None."""
+
+    @property
+    def norm_gated(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """``(pending, residual, norm weight, gate_up, eps)`` -> (silu(gate) * up [tokens, width], residual), alike."""
+
+    @property
+    def linear_add(self) -> Callable[..., tuple[Tensor | None, Tensor]]:
+        """``(x, weight, bias, residual)`` -> (pending, residual): a product still to be added, or None and the sum."""
 
 
 @dataclass
 class LayerWeights:
     """Weights of one layer; matrices are [output, input] as in torch.nn.functional.linear."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor | None  # [hidden]; None: folded into qkv
     qkv: Tensor  # [q_size + 2 * kv_size, hidden]
     qkv_bias: Tensor | None  # [q_size + 2 * kv_size]
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
     output: Tensor  # [hidden, q_size]
     output_bias: Tensor | None  # [hidden]
-    mlp_norm: Tensor  # [hidden]
+    mlp_norm: Tensor | None  # [hidden]; None: folded into gate_up
     gate_up: Tensor  # [2 * intermediate, hidden]
     down: Tensor  # [hidden, intermediate]
 
@@ -95,6 +104,19 @@ class Decoder:
         return self.weights.embed.dtype
 
     @torch.inference_mode()
+    def fold_norms(self) -> None:
+        """Multiply the weight of every layer's two norms into the product that follows it, in place.
+
+        The same function up to the rounding of the products' weights; afterwards a norm only divides by the root mean
+        square, which a kernel can do after the product.
+        """
+        for layer in self.weights.layers:
+            for norm, weight in ((layer.input_norm, layer.qkv), (layer.mlp_norm, layer.gate_up)):
+                if norm is not None:
+                    weight.copy_(weight.float() * norm.float())
+            layer.input_norm = layer.mlp_norm = None
+
+    @torch.inference_mode()
     def forward(
         self,
         input_ids: Tensor,
@@ -108,23 +130,24 @@ class Decoder:
         """
         eps, ops = self.config.rms_norm_eps, self.ops
         residual = embedding(input_ids, self.weights.embed)
-        x = ops.rms_norm(residual, self.weights.layers[0].input_norm, eps)
+        pending: Tensor | None = None  # output of the newest product, where it is not yet in the residual
         for index, layer in enumerate(self.weights.layers):
             if before_layer is not None:
                 before_layer(index)
-            x = linear(self._attention(index, layer, x, positions, attend), layer.output, layer.output_bias)
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
-            last = index + 1 == len(self.weights.layers)
-            next_norm = self.weights.norm if last else self.weights.layers[index + 1].input_norm
-            x, residual = ops.add_rms_norm(x, residual, next_norm, eps)
-        return x
+            qkv, residual = ops.norm_linear(pending, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps)
+            x = self._attention(index, layer, qkv, positions, attend)
+            pending, residual = ops.linear_add(x, layer.output, layer.output_bias, residual)
+            x, residual = ops.norm_gated(pending, residual, layer.mlp_norm, layer.gate_up, eps)
+            pending, residual = ops.linear_add(x, layer.down, None, residual)
+        if pending is None:
+            return ops.rms_norm(residual, self.weights.norm, eps)
+        return ops.add_rms_norm(pending, residual, self.weights.norm, eps)[0]
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Projections, q/k norm and ``attend``: [tokens, hidden] -> [tokens, q_size]."""
-        config, tokens = self.config, x.shape[0]
+    def _attention(self, index: int, layer: LayerWeights, qkv: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """q/k norm and ``attend``: fused projections [tokens, q_size + 2 * kv_size] -> [tokens, q_size]."""
+        config, tokens = self.config, qkv.shape[0]
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q, k, v = linear(x, layer.qkv, layer.qkv_bias).view(tokens, sum(heads), config.head_dim).split(heads, dim=1)
+        q, k, v = qkv.view(tokens, sum(heads), config.head_dim).split(heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None and not self.qk_norm_in_attend:
             q = self._head_norm(q, layer.q_norm)
             k = self._head_norm(k, layer.k_norm)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from aspire.errors import UsageError, check_choice
-from aspire_kernels import activation, norm, rope, sample, select, step_state
+from aspire_kernels import activation, norm, products, rope, sample, select, step_state
 from aspire_kernels._triton import HAS_TRITON, INTERPRETED
 from aspire_kernels.attention import paged, reference
 
@@ -28,6 +28,11 @@ class Backend:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rope_and_kv_write: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
+    fuses: Callable[[torch.Tensor], bool]
+    """Whether a norm's weight should be folded into the weight of the product that follows it, see `products`."""
+    norm_linear: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    norm_gated: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    linear_add: Callable[..., tuple[torch.Tensor | None, torch.Tensor]]
     select_pages: Callable[..., None]
     sample: Callable[..., sample.Sampled]
     resolve: Callable[..., step_state.Resolved]
@@ -38,6 +43,11 @@ def _nothing_to_prepare(*_args: Any, **_kwargs: Any) -> None:
     """The reference needs no work lists."""
 
 
+def _never(_weight: torch.Tensor) -> bool:
+    """The reference folds nothing."""
+    return False
+
+
 REFERENCE = Backend(
     name="reference",
     paged_attention=reference.paged_attention,
@@ -46,6 +56,10 @@ REFERENCE = Backend(
     add_rms_norm=norm.add_rms_norm_reference,
     rope_and_kv_write=rope.rope_and_kv_write_reference,
     silu_mul=activation.silu_mul_reference,
+    fuses=_never,
+    norm_linear=products.norm_linear_reference,
+    norm_gated=products.norm_gated_reference,
+    linear_add=products.linear_add_reference,
     select_pages=select.select_pages_reference,
     sample=sample.sample_reference,
     resolve=step_state.resolve_reference,
@@ -61,6 +75,10 @@ TRITON = Backend(
     add_rms_norm=norm.add_rms_norm,
     rope_and_kv_write=rope.rope_and_kv_write,
     silu_mul=activation.silu_mul,
+    fuses=products.fuses,
+    norm_linear=products.norm_linear,
+    norm_gated=products.norm_gated,
+    linear_add=products.linear_add,
     select_pages=select.select_pages,
     sample=sample.sample,
     resolve=step_state.resolve,

@@ -77,6 +77,19 @@ def test_bfloat16_follows_transformers(tmp_path: Path) -> None:
     assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_folded_norms_are_the_same_function(family: str) -> None:
+    model = load_model(f"tiny-{family}", load_format="dummy").model
+    for layer in model.weights.layers:
+        for norm in (layer.input_norm, layer.mlp_norm):
+            assert norm is not None
+            norm.uniform_(0.5, 2.0)
+    expected = our_logits(model, torch.arange(20))
+    for _ in range(2):  # folding twice changes nothing more
+        model.fold_norms()
+        assert torch.allclose(our_logits(model, torch.arange(20)), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_attend_gets_q_and_k_before_rope(family: str) -> None:
     """Shapes and meaning of what `Attend` is given: with all positions equal, q and k must not depend on them."""
@@ -120,7 +133,7 @@ def test_qk_norm_may_be_left_to_attend() -> None:
     assert torch.allclose(model.logits(model.forward(input_ids, input_ids, attend)), expected, atol=1e-5)
 
 
-def test_elementwise_operations_come_from_ops() -> None:
+def test_operations_come_from_ops() -> None:
     calls: list[str] = []
 
     def counted(name: str) -> Any:
@@ -130,12 +143,12 @@ def test_elementwise_operations_come_from_ops() -> None:
 
         return call
 
-    names = ("rms_norm", "add_rms_norm", "silu_mul")
+    names = ("rms_norm", "add_rms_norm", "norm_linear", "norm_gated", "linear_add")
     ops = SimpleNamespace(**{name: counted(name) for name in names})
     model = load_model("tiny-llama", load_format="dummy", ops=ops).model
     our_logits(model, torch.arange(4))
     layers = model.config.num_layers
-    assert [calls.count(name) for name in names] == [1, 2 * layers, layers]
+    assert [calls.count(name) for name in names] == [0, 1, layers, layers, 2 * layers]
 
 
 @pytest.mark.gpu
