@@ -27,22 +27,26 @@ def page_mass_kernel(
     PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    EARLY: tl.constexpr,  # rows and what is chosen of them were written before the launch that precedes the attention
     PDL: tl.constexpr,
 ):
     """Grid: (rows, pages / BLOCK_P). ``mass = mean over chosen queries of max over heads of 2^(score - lse)``."""
-    wait_for_inputs(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     row = tl.program_id(0)
+    # loads are issued before the first branch, so that their latencies overlap
     first = tl.load(mass_rows + row * 2)
     last = tl.load(mass_rows + row * 2 + 1)
     start = tl.load(q_start + row)
-    if tl.load(q_len + row) == 0:
-        return
-    if tl.load(sparse + row) != 0:
-        return
-    if (first < 0) & (last < 0):
+    length = tl.load(q_len + row)
+    is_sparse = tl.load(sparse + row)
+    tokens = tl.load(kv_len + row)
+    if EARLY:
+        wait_for_inputs(PDL)
+    if (length == 0) | (is_sparse != 0) | ((first < 0) & (last < 0)):
         return
     pages = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
-    there = pages * PAGE < tl.load(kv_len + row)
+    there = pages * PAGE < tokens
     mass = tl.zeros([BLOCK_P], tl.float32)
     chosen = 0
     for which in tl.static_range(2):

@@ -163,6 +163,7 @@ def paged_attention(
             PAGE=PAGE_SIZE,
             BLOCK_H=min(16, next_power_of_2(heads)),
             BLOCK_P=block_p,
+            EARLY=all(plan.settled for plan in plans),
             num_warps=4,
             **LAUNCH,
         )
@@ -235,13 +236,21 @@ def _launch_class(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TWO_LOOPS=plan.block_m >= 64,
         MERGE_ROWS=merge_rows,
-        MERGE_PARTS=max(1, min(8, tile.warps * 1024 // (merge_rows * block_d))),
+        MERGE_PARTS=max(1, min(8, tile.warps * 512 // (merge_rows * block_d))),
         EARLY=plan.settled,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **_register_limit(plan),
         **LAUNCH,
     )
     counters.count(f"attention.triton.{KIND_NAMES[plan.kind]}")
+
+
+def _register_limit(plan: ClassPlan) -> dict[str, int]:
+    """Registers of a thread such that the programs meant to share a multiprocessor all fit, where that spills next to
+    nothing: one that does not fit runs after the others, and they are half or a third of the work."""
+    limit = 65536 // (32 * plan.tile.per_sm * plan.tile.warps) // 8 * 8
+    return {"maxnreg": limit} if plan.split and 168 <= limit < 255 else {}
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, heads: int, kv_heads: int, head_dim: int) -> None:
