@@ -4,7 +4,7 @@ Two launches for any mix of rows. The first reads the logits once, in blocks: lo
 SUB tokens, and (for rows without filters, and T = 0) the two best perturbed scores. The second finishes each row. A
 filtered row takes as candidates all logits not below the r-th largest SUB maximum: at least r tokens, usually a few
 hundred, found by reading only the stretches that hold one. If the candidates provably hold all tokens that the filters
-keep, the filters run on them in registers; else the row's logits are searched whole, 32 short passes a filter.
+keep, the filters run on them in registers; else the row's logits are searched whole, 16 short passes a filter.
 Floor: ``rows * vocab`` logits read once.
 """
 
@@ -100,24 +100,34 @@ def _mass_key(key, weight, wanted):
 
 @triton.jit
 def _search_row(at, vocab, inverse, peak, floor, k, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """As `_kth_key` (COUNT) or `_mass_key` over the whole row of logits ``at``, among keys not below ``floor``."""
-    limit = -0x7FFFFFFF - 1
-    for step in range(32):
-        # the sign first, then bit 30 and down
-        trial = tl.where(step == 0, 0, limit | (1 << ((31 - step) % 31)))
-        total = 0.0
+    """As `_kth_key` (COUNT) or `_mass_key` over the whole row of logits ``at``, among keys not below ``floor``.
+
+    Two bits a pass over the row: a pass waits for its loads more than it computes.
+    """
+    sign = -0x7FFFFFFF - 1
+    limit = 0  # of keys with the sign flipped: their bits sort like unsigned integers
+    goal = k.to(tl.float32) if COUNT else wanted
+    for step in range(16):
+        shift = 30 - 2 * step
+        low = (limit | (1 << shift)) ^ sign
+        middle = (limit | (2 << shift)) ^ sign
+        high = (limit | (3 << shift)) ^ sign
+        total_low = 0.0
+        total_middle = 0.0
+        total_high = 0.0
         for v0 in range(0, vocab, BLOCK):
             token = v0 + tl.arange(0, BLOCK)
             scaled = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32) * inverse
             key = _key(scaled)
-            inside = (key >= trial) & (key >= floor)
-            if COUNT:
-                total += tl.sum(tl.where(inside, 1.0, 0.0), 0)
-            else:
-                total += tl.sum(tl.where(inside, tl.exp(scaled - peak), 0.0), 0)
-        reached = total >= k if COUNT else total >= wanted
-        limit = tl.where(reached, trial, limit)
-    return limit
+            each = tl.where(key >= floor, 1.0 if COUNT else tl.exp(scaled - peak), 0.0)
+            total_low += tl.sum(tl.where(key >= low, each, 0.0), 0)
+            total_middle += tl.sum(tl.where(key >= middle, each, 0.0), 0)
+            total_high += tl.sum(tl.where(key >= high, each, 0.0), 0)
+        digit = (
+            (total_low >= goal).to(tl.int32) + (total_middle >= goal).to(tl.int32) + (total_high >= goal).to(tl.int32)
+        )
+        limit = limit | (digit << shift)
+    return limit ^ sign
 
 
 @triton.jit
