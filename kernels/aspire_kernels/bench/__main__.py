@@ -24,6 +24,7 @@ from aspire_kernels._triton import LAUNCH, plain_launches
 from aspire_kernels.attention import tuning
 from aspire_kernels.attention.tuning import Tile, point_dict, table_name
 from aspire_kernels.bench.elementwise import elementwise_results
+from aspire_kernels.bench.layers import layer_results
 from aspire_kernels.bench.library import library_seconds
 from aspire_kernels.bench.sweep import POINTS, compile_all, sweep
 from aspire_kernels.bench.timing import Timing, copy_bandwidth, measure, measure_ratio
@@ -259,6 +260,7 @@ def main() -> int:
     results += ratio_results(repeats)
     say(f"ratios after {time.monotonic() - begun:.0f} s")
     results += prefill_results(repeats)
+    results += layer_results(repeats)
     results += elementwise_results(copy.seconds)
     write_evidence(options.out, results)
     print_table(results)
