@@ -53,6 +53,12 @@ def engine_choice(
             show_default="on a GPU",
         ),
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching", help="Compute equal beginnings of prompts once."
+        ),
+    ] = True,
     attention_backend: Annotated[str, typer.Option("--attention-backend", help="auto, triton or reference.")] = "auto",
     cost_model: Annotated[
         Path | None,
@@ -102,6 +108,7 @@ def engine_choice(
         "tensor_parallel_size": tensor_parallel_size,
         "enforce_eager": enforce_eager,
         "async_scheduling": async_scheduling,
+        "enable_prefix_caching": enable_prefix_caching,
         "attention_backend": attention_backend,
         "seed": seed,
         "cost_model": existing_file(cost_model, "cost model", "aspire calibrate") if cost_model else None,
