@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,18 +12,7 @@ from aspire.cli.engine_options import EngineChoice, engine_choice
 from aspire.cli.engine_session import open_engine
 from aspire.cli.options import Json, Quiet, shared_options
 
-if TYPE_CHECKING:
-    from aspire_calibration import SamplesHeader
-
 MAX_CELL_S = 60.0  # timed repeats of a cell go on until this
-SHAPE_NAMES = {
-    "layers": "num_layers",
-    "hidden": "hidden_size",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "intermediate": "intermediate_size",
-    "vocab": "vocab_size",
-}
 
 
 def _profile(
@@ -58,7 +46,7 @@ def _profile(
     timer = StepTimer(llm.engine, repeats=repeats, max_seconds=MAX_CELL_S)
     limits = timer.limits()
     plan = profile_plan(limits, seed=engine.settings["seed"], levels=levels, with_prefill=prefill)
-    header = _header(timer.header())
+    header = timer.header()
     one_page = page_bytes(llm.engine.loaded.config, llm.engine.loaded.model.dtype)
     known = analytic_for(str(header.hardware.get("name")), header.model)
     cost = LoadedCostModel(known, warn=lambda message: None) if known is not None else None
@@ -90,12 +78,6 @@ def _profile(
     console.wrote(output, f"{facts['cells']} samples")
     console.next(f"aspire calibrate {output}")
     console.result(facts)
-
-
-def _header(header: SamplesHeader) -> SamplesHeader:
-    """With the model's shape also under the names that what-if models and the simulator use."""
-    shape = {mine: header.model[theirs] for mine, theirs in SHAPE_NAMES.items() if theirs in header.model}
-    return replace(header, model={**header.model, **shape})
 
 
 def _note(at: Any) -> str:

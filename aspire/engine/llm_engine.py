@@ -368,13 +368,13 @@ class LLMEngine:
         model = {
             "name": self.loaded.name,
             "architecture": shape.architecture,
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "num_heads": shape.num_heads,
-            "num_kv_heads": shape.num_kv_heads,
+            "layers": shape.num_layers,
+            "hidden": shape.hidden_size,
+            "heads": shape.num_heads,
+            "kv_heads": shape.num_kv_heads,
             "head_dim": shape.head_dim,
-            "intermediate_size": shape.intermediate_size,
-            "vocab_size": shape.vocab_size,
+            "intermediate": shape.intermediate_size,
+            "vocab": shape.vocab_size,
         }
         settings = {
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
