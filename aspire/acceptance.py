@@ -96,6 +96,7 @@ class AcceptanceStudy:
             self._params,
             rounds=rounds,
             margins=True,
+            keep_prefixes=True,
             on_progress=on_progress,
             signal=self._signal,
         )

@@ -113,6 +113,7 @@ def run_requests(
     arrival_s: Sequence[float] | None = None,
     rounds: int | None = None,
     margins: bool = False,
+    keep_prefixes: bool = False,
     cost_model: dict[str, Any] | None = None,
     on_finish: Callable[[RequestOutput], None] | None = None,
     on_progress: Callable[[int, int, int], None] | None = None,
@@ -121,7 +122,8 @@ def run_requests(
     """Generate for every prompt and record the run.
 
     ``arrival_s``: seconds from the start, by prompt; None: all at once. ``rounds``: end every request after so many
-    rounds of drafts, so that all weigh the same. ``margins``: keep that of every token. ``cost_model``: the JSON object
+    rounds of drafts, so that all weigh the same. ``margins``: keep that of every token. ``keep_prefixes``:
+    prompts that ran before need not be computed again; the run cannot be replayed then. ``cost_model``: the JSON object
     of the model that the policy used, kept in the run's config so that it can be replayed. ``on_progress``: finished
     requests, all requests, output tokens so far. Raises `InputError` for a prompt that cannot run, before any runs when
     all arrive at once.
@@ -133,7 +135,7 @@ def run_requests(
     finished: dict[str, RequestOutput] = {}
     tokens = 0
     limit = None if rounds is None else _RoundLimit(rounds, queue.submitted)
-    engine.begin_record(margins=margins)
+    engine.begin_record(margins=margins, keep_prefixes=keep_prefixes)
     try:
         queue.submit(engine)
         while queue.order or engine.has_unfinished_requests:

@@ -400,13 +400,17 @@ class LLMEngine:
 
     # ---- records -------------------------------------------------------------------------------------------------
 
-    def begin_record(self, *, margins: bool = False) -> None:
-        """Forget what was recorded and all prefixes, and start the clock anew; only between runs. ``margins``: keep
-        those of tokens."""
+    def begin_record(self, *, margins: bool = False, keep_prefixes: bool = False) -> None:
+        """Forget what was recorded and all prefixes, and start the clock anew; only between runs.
+
+        ``margins``: keep those of tokens. ``keep_prefixes``: prompts that ran before are found computed; such a run
+        cannot be replayed.
+        """
         if self.scheduler.has_work:
             raise UsageError("begin_record while requests run; finish or abort them first")
         self.forget_steps()
-        self.scheduler.reset_prefix_cache()  # a replay begins without them
+        if not keep_prefixes:
+            self.scheduler.reset_prefix_cache()  # a replay begins without them
         self._submitted = []
         self._margins = MarginLog() if margins else None
         self._origin = time.perf_counter()
