@@ -7,7 +7,6 @@ verifications may commit (`Slots.slack`).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
 from aspire.scheduler.policies import Action, Feedback, PolicySpec, PolicyView
 from aspire.scheduler.request import FinishReason, Request, RequestState
 from aspire.scheduler.slots import Slots
+from aspire.scheduler.waiting import WaitingQueue
 
 Ints = NDArray[np.int64]
 
@@ -30,6 +30,7 @@ Ints = NDArray[np.int64]
 _PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
 _ACT_DRAFT, _ACT_VERIFY, _ACT_WAIT = int(Action.DRAFT), int(Action.VERIFY), int(Action.WAIT)
 _EVERY = slice(None)
+_NOTHING = StepFeatures.zeros()
 _NONE, _LENGTH, _ERROR = int(FinishReason.NONE), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
 
@@ -64,8 +65,7 @@ class Scheduler:
         self.pages = PageTable(config.num_pages, config.max_num_seqs, config.pages_per_slot)
         self.requests: dict[str, Request] = {}  # waiting and running
         self._slot_of: dict[str, int] = {}
-        self._waiting: list[tuple[int, int, Request]] = []  # heap by (priority, submission order)
-        self._aborted = 0  # entries of the heap whose requests have ended
+        self._waiting = WaitingQueue()
         self._on_release = on_release
         self._new_pages: list[Ints] = []  # block-table entries not yet handed to an executor
         self._in_flight: list[StepPlan] = []  # planned, outcome not known
@@ -117,7 +117,7 @@ class Scheduler:
         request.order = self._arrived
         request.state = RequestState.WAITING
         self.requests[request.request_id] = request
-        heapq.heappush(self._waiting, (request.priority, request.order, request))
+        self._waiting.push(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a waiting or running request now; False if there is no such request (it may just have finished)."""
@@ -125,15 +125,11 @@ class Scheduler:
         if request is None:
             return False
         slot = self._slot_of.get(request_id)
-        if slot is None:
-            self._aborted += 1
-        else:
+        if slot is not None:
             self._leave(slot)
         self._finish(request, reason)
-        if 2 * self._aborted > len(self._waiting):  # a queue of thousands is not searched for each
-            self._waiting = [entry for entry in self._waiting if entry[2].state is RequestState.WAITING]
-            heapq.heapify(self._waiting)
-            self._aborted = 0
+        if slot is None:
+            self._waiting.note_ended()
         return True
 
     @property
@@ -196,12 +192,13 @@ class Scheduler:
         committed = outcome.committed[rows]
         draft, verify = modes == _DRAFT, modes == _VERIFY
         slots.generated[rows_slots] += committed
-        if (verify & (drafted > 0)).any():
-            self._settle(rows_slots, np.where(verify, drafted, 0), np.where(verify, committed - 1, 0))
+        judged = (verify & (drafted > 0)).nonzero()[0]
+        if len(judged):
+            self._settle(rows_slots[judged], drafted[judged], committed[judged] - 1)
         self._observe(plan, outcome, rows, draft, verify)
         finish = outcome.finish[rows].copy()
-        if self.config.enable_prefix_caching:
-            self._publish(rows_slots, plan.start[rows] + query, (modes == _PREFILL) & (finish != _ERROR))
+        if self.config.enable_prefix_caching and (prefilled := (modes == _PREFILL) & (finish != _ERROR)).any():
+            self._publish(rows_slots[prefilled], (plan.start[rows] + query)[prefilled])
         known = plan.start[rows] + np.where(verify, 1, query) + committed
         finish[(known >= slots.limit[rows_slots]) & (finish == _NONE) & ~draft] = _LENGTH
         finished = []
@@ -256,19 +253,14 @@ class Scheduler:
         """Move waiting requests into free slots while their prompts' pages fit, beside the ``growth`` pages that those
         who run need now; `schedule` begins with it."""
         watermark = max(growth, int(self.config.watermark * self.pages.num_usable))
-        while self._waiting and self.slots.num_free:
-            request = self._waiting[0][2]
-            if request.state is not RequestState.WAITING:
-                heapq.heappop(self._waiting)
-                self._aborted -= 1
-                continue
+        while self.slots.num_free and (request := self._waiting.head()) is not None:
             known = request.prompt_tokens + request.generated
             pages = -(-known // self.config.block_size)
             spare = watermark if self._slot_of else 0  # one that fits alone must get in
             found = self._prefix_pages(request, known)
             if found is None or pages - len(found) + self.pages.prefixes.idle(found) + spare > self.pages.num_free:
                 return
-            heapq.heappop(self._waiting)
+            self._waiting.pop()
             slot = self.slots.occupy(request, self._limit(request))
             self._slot_of[request.request_id] = slot
             request.state = RequestState.RUNNING
@@ -297,14 +289,12 @@ class Scheduler:
                 return None
         return found
 
-    def _publish(self, rows: Ints, computed: Ints, prefilled: NDArray[np.bool_]) -> None:
-        """Prompts of slots ``rows`` are computed up to ``computed`` tokens where ``prefilled``: others may use them."""
-        full = computed // self.config.block_size
-        for index in np.flatnonzero(prefilled).tolist():
-            slot = int(rows[index])
+    def _publish(self, rows: Ints, computed: Ints) -> None:
+        """Prompts of slots ``rows`` are computed up to ``computed`` tokens: others may use their full pages."""
+        for slot, tokens in zip(rows.tolist(), computed.tolist(), strict=True):
             request = self.slots.requests[slot]
             if request is not None:
-                self.pages.publish(slot, request.page_hashes, int(full[index]))
+                self.pages.publish(slot, request.page_hashes, tokens // self.config.block_size)
 
     def _decode_rows(self, decoding: Ints, prefilling: Ints, preempted: list[str]) -> tuple[Ints, Ints, Ints]:
         """(modes, query tokens, slots) of the decoding rows that run in this step."""
@@ -320,7 +310,7 @@ class Scheduler:
             modes = np.where(draft, _DRAFT, _VERIFY)
             running = actions != _ACT_WAIT
             # a batch in which all wait would never move
-            if not running.all() and running.any():
+            if 0 < np.count_nonzero(running) < len(kept):
                 modes, kept, draft = modes[running], kept[running], draft[running]
             query = np.where(draft, 1, slots.drafted[kept] + 1)
         else:
@@ -353,8 +343,11 @@ class Scheduler:
         room = slots.limit[decoding] - slots.known[decoding] - slots.slack[decoding] - 1
         longest = min(self.policy.d_max, self.config.max_num_batched_tokens - 1)
         can_draft = slots.seeded[decoding] & (drafted < np.minimum(longest, room))
-        tokens = float(min(self.config.max_num_batched_tokens, int((slots.known - slots.computed)[prefilling].sum())))
-        other = StepFeatures.of(query_tokens=tokens, prefill_tokens=tokens, rows=float(len(prefilling)))
+        other = _NOTHING
+        if len(prefilling):
+            wanted = int((slots.known[prefilling] - slots.computed[prefilling]).sum())
+            tokens = float(min(self.config.max_num_batched_tokens, wanted))
+            other = StepFeatures.of(query_tokens=tokens, prefill_tokens=tokens, rows=float(len(prefilling)))
         page = self.config.block_size
         return PolicyView(
             slots=decoding,
@@ -478,7 +471,8 @@ class Scheduler:
         draft: NDArray[np.bool_],
         verify: NDArray[np.bool_],
     ) -> None:
-        decode = draft | verify
+        either = draft | verify
+        decode = _EVERY if np.count_nonzero(either) == len(either) else either
         self.policy.observe(
             Feedback(
                 slots=plan.slots[rows][decode],
@@ -494,7 +488,7 @@ class Scheduler:
     def _roll_back(self, verified: Ints) -> None:
         keep = -(-self.slots.known[verified] // self.config.block_size)
         beyond = self.pages.held[verified] > keep
-        if beyond.any():
+        if np.count_nonzero(beyond):
             self.pages.shrink(verified[beyond], keep[beyond])
 
     def _victim(self) -> int:
@@ -516,7 +510,7 @@ class Scheduler:
         request = self._leave(slot, trusted=trusted)
         request.preemptions += 1
         request.state = RequestState.WAITING
-        heapq.heappush(self._waiting, (request.priority, request.order, request))
+        self._waiting.push(request)
         return request.request_id
 
     def _leave(self, slot: int, *, trusted: bool = True) -> Request:
