@@ -9,16 +9,16 @@ MIN_PAGES = 12  # 1 sink, 8 recent and a few chosen: low enough that the ratios 
 FORMS_AT = 0.07
 
 
-def settings(num_layers: int) -> dict[str, SelectorSpec]:
-    """Every kind at every budget, the most telling budget first, then other forms of the refreshed kinds."""
+def settings(num_layers: int) -> tuple[dict[str, SelectorSpec], dict[str, SelectorSpec]]:
+    """Every kind and form at the most telling budget; every kind at the other budgets."""
     # where the paper of delta puts its selection layers in 30 layers
     layers = tuple(sorted({layer * num_layers // 30 for layer in (2, 14, 22)}))
-    found = {
-        f"{kind}@{share:g}": SelectorSpec(kind, share, MIN_PAGES, layers=layers)
+    kinds = [
+        {f"{kind}@{share:g}": SelectorSpec(kind, share, MIN_PAGES, layers=layers) for kind in SELECTOR_KINDS}
         for share in sorted(BUDGETS, key=lambda share: abs(share - FORMS_AT))
-        for kind in SELECTOR_KINDS
-    }
-    return found | forms(num_layers)
+    ]
+    others = {label: spec for each in kinds[1:] for label, spec in each.items()}
+    return kinds[0] | forms(num_layers), others
 
 
 def forms(num_layers: int) -> dict[str, SelectorSpec]:

@@ -31,6 +31,7 @@ from aspire.compare import Comparison  # noqa: E402
 from aspire.evidence import write_evidence  # noqa: E402
 from aspire.measure import run_requests  # noqa: E402
 from aspire.prompts import Prompt, read_jsonl  # noqa: E402
+from aspire.scheduler import SelectorSpec  # noqa: E402
 
 WORKLOADS = ("gsm8k", "code", "documents", "reasoning")
 TEMPERATURES = (0.0, 0.7)
@@ -58,20 +59,28 @@ class Sweep:
         self._engine = engine
         self._given = given
         self._end_s = time.monotonic() + given.seconds
+        self._prompts: dict[str, list[Prompt]] = {}
         self.results: list[dict[str, Any]] = []
         self.skipped: list[str] = []
         self.same = Comparison(0, [])
 
     def run(self) -> None:
-        """Measure until all is done or the time is over."""
-        for workload in WORKLOADS:
+        """Measure until all is done or the time is over: one budget in all workloads first, then the others."""
+        for chosen in settings(self._engine.loaded.config.num_layers):
+            for workload in WORKLOADS:
+                for temperature in TEMPERATURES:
+                    for result in self._cells(workload, temperature, chosen):
+                        self.results.append(result)
+                        print(f"{result['id']}: {result['value']}, {result['detail']['seconds']:.2f} s", flush=True)
+
+    def prompts(self, workload: str) -> list[Prompt]:
+        """The prompts of a workload, read (and continued) once."""
+        if workload not in self._prompts:
             prompts = read_jsonl(self._given.workloads / f"{workload}.jsonl")[: self._given.num_prompts]
             if workload == CONTINUED:
                 prompts = continued(self._engine, prompts, self._given.reasoning_tokens)
-            for temperature in TEMPERATURES:
-                for result in self._cells(workload, prompts, temperature):
-                    self.results.append(result)
-                    print(f"{result['id']}: {result['value']}, {result['detail']['seconds']:.2f} s", flush=True)
+            self._prompts[workload] = prompts
+        return self._prompts[workload]
 
     def left_out(self) -> dict[str, Any]:
         """The cells for which there was no time."""
@@ -85,25 +94,15 @@ class Sweep:
             "detail": {"cells": self.skipped},
         }
 
-    def _cells(self, workload: str, prompts: list[Prompt], temperature: float) -> Iterator[dict[str, Any]]:
+    def _cells(self, workload: str, temperature: float, chosen: dict[str, SelectorSpec]) -> Iterator[dict[str, Any]]:
         given = self._given
-        params = [
-            SamplingParams(
-                temperature=temperature,
-                # long enough that no round is cut short
-                max_tokens=given.rounds * (given.draft_length + 1) + given.draft_length + 2,
-                ignore_eos=True,
-                detokenize=False,
-                seed=index,
-            )
-            for index in range(len(prompts))
-        ]
-        study = AcceptanceStudy(self._engine, prompts, params, draft_length=given.draft_length, rounds=given.rounds)
-        for label, selector in settings(self._engine.loaded.config.num_layers).items():
+        study = None
+        for label, selector in chosen.items():
             name = f"acceptance.{workload}.T{temperature:g}.{label}"
             if time.monotonic() > self._end_s:
                 self.skipped.append(name)
                 continue
+            study = study or self._study(self.prompts(workload), temperature)
             start_s = time.monotonic()
             measured = study.measure(selector)
             self.same += measured.comparison
@@ -119,6 +118,21 @@ class Sweep:
                 "spread": [min(by_request), max(by_request)] if by_request else None,
                 "detail": found,
             }
+
+    def _study(self, prompts: list[Prompt], temperature: float) -> AcceptanceStudy:
+        given = self._given
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                # long enough that no round is cut short
+                max_tokens=given.rounds * (given.draft_length + 1) + given.draft_length + 2,
+                ignore_eos=True,
+                detokenize=False,
+                seed=index,
+            )
+            for index in range(len(prompts))
+        ]
+        return AcceptanceStudy(self._engine, prompts, params, draft_length=given.draft_length, rounds=given.rounds)
 
 
 def lossless(same: Comparison) -> list[dict[str, Any]]:
