@@ -17,7 +17,7 @@ import numpy as np
 
 from aspire.errors import InputError, check_choice, check_keys
 from aspire.scheduler.features import Floats
-from aspire_calibration.variables import VARIABLES, fill_rows, sum_matrix, variable_rows
+from aspire_calibration.variables import SUMS, VARIABLES, fill_rows, sum_matrix, variable_rows
 
 LONG_CHAIN = 8  # so many ramps on one variable are evaluated as one interpolation
 
@@ -137,7 +137,11 @@ class _Compiled:
                     linear.setdefault(term.variable, np.zeros(count))[b] += slope
                 else:
                     bent.setdefault(term, np.zeros(count))[b] += slope
-        self.names = sorted({*linear, *(term.variable for term in bent)})
+        # sums of features go straight from the features to seconds; only what is bent or derived needs its own value
+        sums = [name for name in linear if name in SUMS]
+        self.direct = np.stack([linear[name] for name in sums], axis=1) @ sum_matrix(sums) if sums else None
+        derived = {name: values for name, values in linear.items() if name not in SUMS}
+        self.names = sorted({*derived, *(term.variable for term in bent)})
         self.sums = sum_matrix(self.names)
         position = {name: index for index, name in enumerate(self.names)}
         self.curves: list[_Curve] = []
@@ -147,7 +151,7 @@ class _Compiled:
                 self.curves.append(_Curve(position[name], chained))
                 bent = {term: values for term, values in bent.items() if term not in chained}
         self.linear = np.zeros((count, len(self.names)))
-        for name, values in linear.items():
+        for name, values in derived.items():
             self.linear[:, position[name]] = values
         self.pick = np.array([position[term.variable] for term in bent], dtype=np.intp)
         self.start = np.array([[term.start] for term in bent])
@@ -155,17 +159,19 @@ class _Compiled:
         self.bent = np.stack(list(bent.values()), axis=1) if bent else np.zeros((count, 0))
 
     def __call__(self, features: Floats) -> Floats:
-        values = fill_rows(features, self.names, self.sums)
-        out = self.linear @ values
+        out = np.zeros((len(self.constant), features.shape[1])) if self.direct is None else self.direct @ features
         out += self.constant
-        if len(self.pick):
-            ramps = values[self.pick]
-            ramps -= self.start
-            np.maximum(ramps, 0.0, out=ramps)
-            np.minimum(ramps, self.width, out=ramps)
-            out += self.bent @ ramps
-        for curve in self.curves:
-            curve.add_to(out, values)
+        if self.names:
+            values = fill_rows(features, self.names, self.sums)
+            out += self.linear @ values
+            if len(self.pick):
+                ramps = values[self.pick]
+                ramps -= self.start
+                np.maximum(ramps, 0.0, out=ramps)
+                np.minimum(ramps, self.width, out=ramps)
+                out += self.bent @ ramps
+            for curve in self.curves:
+                curve.add_to(out, values)
         return np.asarray(out[0] if len(out) == 1 else out.max(axis=0))
 
 

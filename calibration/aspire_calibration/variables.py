@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -73,63 +74,69 @@ def sum_matrix(names: Sequence[str]) -> Floats:
 def fill_rows(features: Floats, names: Sequence[str], sums: Floats) -> Floats:
     """`variable_rows` with the matrix of `sum_matrix` at hand."""
     out = sums @ features
+    derived = _Derived(features)
     for row, name in zip(out, names, strict=True):
         if name not in SUMS:
-            row[:] = PRODUCTS[name](features)
+            row[:] = DERIVED[name](derived)
     return np.asarray(out)
 
 
-def _verify_kv_tokens(f: Floats) -> Floats:
-    prefill_tokens = f[PREFILL]
-    if not np.count_nonzero(prefill_tokens):
-        return np.asarray(f[FULL_KV])
-    # The context of prefill rows is no feature of its own: their mean context weighted by query tokens stands for it.
-    prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
-    prefill_kv = prefill_rows * f[PREFILL_QKV] / np.maximum(prefill_tokens, 1.0)
-    return np.asarray(np.maximum(f[FULL_KV] - prefill_kv, 0.0) * (f[VERIFY_ROWS] > 0))
+class _Derived:
+    """What is no sum of the features ``f`` [len(FEATURES), steps]; parts that several variables share are made once."""
+
+    def __init__(self, f: Floats) -> None:
+        self.f = f
+
+    @cached_property
+    def verify_kv_tokens(self) -> Floats:
+        f = self.f
+        if not np.count_nonzero(f[PREFILL]):
+            return np.asarray(f[FULL_KV])
+        # The context of prefill rows is no feature of its own: their mean context weighted by query tokens stands for
+        # it.
+        prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
+        prefill_kv = prefill_rows * f[PREFILL_QKV] / np.maximum(f[PREFILL], 1.0)
+        return np.asarray(np.maximum(f[FULL_KV] - prefill_kv, 0.0) * (f[VERIFY_ROWS] > 0))
+
+    @cached_property
+    def mean_drafted(self) -> Floats:
+        f, verify_rows = self.f, self.f[VERIFY_ROWS]
+        drafted = f[QUERY] - f[PREFILL] - f[DRAFT_ROWS] - verify_rows
+        return np.asarray(np.maximum(drafted, 0.0) / np.maximum(verify_rows, 1.0))
+
+    @cached_property
+    def widest_verify(self) -> Floats:
+        told = self.f[VERIFY_WIDTH]
+        return np.asarray(np.where(told > 0, told, 1.0 + self.mean_drafted) * (self.f[VERIFY_ROWS] > 0))
+
+    @cached_property
+    def mean_context_octaves(self) -> Floats:
+        f, full_rows = self.f, self.f[ROWS] - self.f[DRAFT_ROWS]
+        # without full rows, full_kv_tokens are those of layers that draft rows read in full
+        mean = f[FULL_KV] / np.maximum(np.where(full_rows > 0, full_rows, f[ROWS]), 1.0)
+        return np.asarray(np.log2(np.maximum(mean / SHORT_CONTEXT, 1.0)))
+
+    @property
+    def prefill_pairs(self) -> Floats | float:
+        """Exact where the prefill rows of a step are equally long, as they are in a step with one."""
+        f = self.f
+        if not np.count_nonzero(f[PREFILL]):
+            return 0.0
+        prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
+        within = 0.5 * f[PREFILL] ** 2 / np.maximum(prefill_rows, 1.0)
+        return np.asarray(np.maximum(f[PREFILL_QKV] - within, 0.0))
 
 
-def _mean_drafted(f: Floats) -> Floats:
-    verify_rows = f[VERIFY_ROWS]
-    drafted = f[QUERY] - f[PREFILL] - f[DRAFT_ROWS] - verify_rows
-    return np.asarray(np.maximum(drafted, 0.0) / np.maximum(verify_rows, 1.0))
-
-
-def _verify_extra_qkv(f: Floats) -> Floats:
-    return np.asarray(_verify_kv_tokens(f) * _mean_drafted(f))
-
-
-def _widest_verify(f: Floats) -> Floats:
-    mean = 1.0 + _mean_drafted(f)
-    return np.asarray(np.where(f[VERIFY_WIDTH] > 0, f[VERIFY_WIDTH], mean) * (f[VERIFY_ROWS] > 0))
-
-
-def _prefill_pairs(f: Floats) -> Floats | float:
-    """Exact where the prefill rows of a step are equally long, as they are in a step with one."""
-    if not np.count_nonzero(f[PREFILL]):
-        return 0.0
-    prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
-    within = 0.5 * f[PREFILL] ** 2 / np.maximum(prefill_rows, 1.0)
-    return np.asarray(np.maximum(f[PREFILL_QKV] - within, 0.0))
-
-
-def _mean_context_octaves(f: Floats) -> Floats:
-    full_rows = f[ROWS] - f[DRAFT_ROWS]
-    # without full rows, full_kv_tokens are those of layers that draft rows read in full
-    mean = f[FULL_KV] / np.maximum(np.where(full_rows > 0, full_rows, f[ROWS]), 1.0)
-    return np.asarray(np.log2(np.maximum(mean / SHORT_CONTEXT, 1.0)))
-
-
-PRODUCTS: dict[str, Callable[[Floats], Floats | float]] = {
-    "one": lambda f: 1.0,
-    "verify_kv_tokens": _verify_kv_tokens,
-    "verify_extra_qkv": _verify_extra_qkv,
-    "mean_drafted": _mean_drafted,
-    "mean_context_octaves": _mean_context_octaves,
-    "select_context_octaves": lambda f: _mean_context_octaves(f) * (f[SELECT_ROWS] > 0),
-    "wide_select_kv_tokens": lambda f: f[SELECT_KV] * (_widest_verify(f) > 1),
-    "widest_verify": _widest_verify,
-    "wide_kv_tokens": lambda f: _verify_kv_tokens(f) * (_widest_verify(f) > 1),
-    "widest_kv_tokens": lambda f: _verify_kv_tokens(f) * (_widest_verify(f) > 9),
-    "prefill_pairs": _prefill_pairs,
+DERIVED: dict[str, Callable[[_Derived], Floats | float]] = {
+    "one": lambda d: 1.0,
+    "verify_kv_tokens": lambda d: d.verify_kv_tokens,
+    "verify_extra_qkv": lambda d: d.verify_kv_tokens * d.mean_drafted,
+    "mean_drafted": lambda d: d.mean_drafted,
+    "mean_context_octaves": lambda d: d.mean_context_octaves,
+    "select_context_octaves": lambda d: d.mean_context_octaves * (d.f[SELECT_ROWS] > 0),
+    "wide_select_kv_tokens": lambda d: d.f[SELECT_KV] * (d.widest_verify > 1),
+    "widest_verify": lambda d: d.widest_verify,
+    "wide_kv_tokens": lambda d: d.verify_kv_tokens * (d.widest_verify > 1),
+    "widest_kv_tokens": lambda d: d.verify_kv_tokens * (d.widest_verify > 9),
+    "prefill_pairs": lambda d: d.prefill_pairs,
 }
