@@ -27,7 +27,7 @@ from aspire_kernels.attention.tuning import TABLE_FOLDER, gpu_name, table_name
 from aspire_kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from aspire_kernels.product_kernel import product_kernel
 
-MAX_TOKENS = 128
+MAX_TOKENS = 256
 """Most tokens of a fused product. It reads its weights once for every 64 tokens, a library reads them once."""
 
 MAX_WEIGHTS = 1 << 22

@@ -134,7 +134,15 @@ def ratio_results(repeats: int) -> list[dict[str, Any]]:
     results.append(ratio_result("kernel.page_mass_verify_all_layers", smol_all + llama_all, repeats))
     extra = [("smol_128x7k", small9.calls(), small.calls())]
     results.append(ratio_result("kernel.verify9_over_decode1_smol", extra, repeats))
-    del one, nine, small, small9
+    mixed = prepared(SMOL, [7200] * 128, q_len=2)
+    mixed.batch.q_len[1:] = 1
+    mixed.prepare()
+    pairs = [
+        ("with_page_mass", mixed.calls(mixed.offsets(0)), small.calls(small.offsets(0))),
+        ("without", mixed.calls(), small.calls()),
+    ]
+    results.append(ratio_result("kernel.one_row_of_two_queries_over_none", pairs, repeats))
+    del one, nine, small, small9, mixed
     torch.cuda.empty_cache()
     lengths = [1024 + round(i * 15360 / 31) for i in range(32)]
     lengths = [lengths[(i * 13) % 32] for i in range(32)]
@@ -258,6 +266,7 @@ def main() -> int:
         say(f"{results[-1]['id']} {results[-1]['value']:.3f} after {time.monotonic() - begun:.0f} s")
     results += launch_results(repeats)
     results += ratio_results(repeats)
+    write_evidence(options.out, results)  # what is measured so far, should the time run out
     say(f"ratios after {time.monotonic() - begun:.0f} s")
     results += prefill_results(repeats)
     results += layer_results(repeats)
