@@ -79,6 +79,13 @@ def _options(
         int | None,
         typer.Option("--max-concurrency", min=1, help="Most requests in the system at once.", show_default=False),
     ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Compute equal beginnings of prompts once, where the trace tells of them.",
+        ),
+    ] = True,
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option("--num-speculative-tokens", min=0, help="Cap on the draft length.", show_default="the policy's"),
@@ -121,6 +128,7 @@ def _options(
         max_model_len=max_model_len,
         num_pages=num_pages,
         max_concurrency=max_concurrency,
+        enable_prefix_caching=enable_prefix_caching,
         goodput=" ".join(goodput or ()),
         noise=noise,
         seed=seed,

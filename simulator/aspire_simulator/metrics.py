@@ -219,6 +219,7 @@ def summarize(run: Run, *, goodput: Mapping[str, float] | None = None) -> dict[s
         "completed": int(finished.sum()),
         "rejected": requests.status.count("rejected"),
         "total_input_tokens": prompt,
+        "total_cached_tokens": int(requests.cached_tokens.sum()),
         "total_output_tokens": output,
         "request_throughput": float(finished.sum()) * per_s,
         "output_throughput": output * per_s,

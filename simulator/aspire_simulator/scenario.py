@@ -36,6 +36,7 @@ class Scenario:
     ``budget_ratio`` and
     ``num_speculative_tokens`` override the policy's own. Limits that are None follow from the cost model and workload,
     and so does ``async_scheduling``: steps are planned ahead if they were when the cost model was measured.
+    ``enable_prefix_caching``: equal beginnings of prompts, where a trace tells of them, are computed once.
     """
 
     cost_model: str
@@ -59,6 +60,7 @@ class Scenario:
     num_pages: int | None = None
     max_concurrency: int | None = None
     async_scheduling: bool | None = None
+    enable_prefix_caching: bool = True
     goodput: str = ""
     seed: int = 0
     noise: float = 0.0
@@ -149,6 +151,7 @@ class Scenario:
             num_layers=int(file.model.get("layers", 1)),
             graph_buckets=tuple(file.graph_buckets),
             async_scheduling=bool(ahead),
+            enable_prefix_caching=self.enable_prefix_caching,
         )
 
     def simulation(self, progress: Progress | None = None) -> Simulation:

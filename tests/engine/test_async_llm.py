@@ -48,12 +48,13 @@ def clean(llm: AsyncLLM) -> bool:
     return not llm.engine.has_unfinished_requests and pages.num_free == pages.num_usable
 
 
-def test_concurrent_readers_get_what_generate_gives() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_concurrent_readers_get_what_generate_gives(ahead: bool) -> None:
     prompts = [prompt_of(length) for length in (1, 40, 100, 16, 33, 7, 70)]
     expected = [output.outputs[0].token_ids for output in LLM("tiny-llama", **SETTINGS).generate(prompts, PARAMS)]
 
     async def work() -> None:
-        async with engine() as llm:
+        async with engine(async_scheduling=ahead) as llm:
             ends = await asyncio.gather(*(read(llm.generate(prompt, PARAMS)) for prompt in prompts))
             assert clean(llm)
         for (last, streamed), tokens, prompt in zip(ends, expected, prompts, strict=True):
@@ -84,9 +85,10 @@ def test_a_slow_reader_misses_no_token() -> None:
     run(work())
 
 
-def test_abort_ends_the_iterator_with_what_there_is() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_abort_ends_the_iterator_with_what_there_is(ahead: bool) -> None:
     async def work() -> None:
-        async with engine() as llm:
+        async with engine(async_scheduling=ahead) as llm:
             stream = await llm.add_request("a", prompt_of(30), LONG)
             first = await anext(stream)
             assert await llm.abort("a") is True and await llm.abort("a") is False
@@ -143,9 +145,10 @@ def test_a_request_that_cannot_run_is_refused_to_its_caller(prompt: Any, words: 
     run(work())
 
 
-def test_a_step_out_of_memory_fails_its_requests_and_the_engine_goes_on() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_out_of_memory_fails_its_requests_and_the_engine_goes_on(ahead: bool) -> None:
     async def work() -> None:
-        async with engine() as llm:
+        async with engine(async_scheduling=ahead) as llm:
             launch = llm.engine.runner.launch
 
             def broken(*_given: Any) -> Any:
@@ -183,14 +186,15 @@ def test_a_step_that_breaks_unforeseen_reaches_every_reader_and_later_callers() 
     run(work())
 
 
-def test_policy_switches_and_reloads_change_no_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_policy_switches_and_reloads_change_no_output(tmp_path: Path, ahead: bool) -> None:
     path = tmp_path / "policy.json"
     prompts = [prompt_of(length) for length in (40, 100)]
     params = SamplingParams(temperature=0.8, max_tokens=120, ignore_eos=True, seed=5)
     expected = [output.outputs[0].token_ids for output in LLM("tiny-llama", **SETTINGS).generate(prompts, params)]
 
     async def work() -> None:
-        async with engine() as llm:
+        async with engine(async_scheduling=ahead) as llm:
             with pytest.raises(UsageError, match="path"):
                 await llm.reload_policy()
             readers = [asyncio.create_task(read(llm.generate(prompt, params))) for prompt in prompts]

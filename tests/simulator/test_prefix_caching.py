@@ -18,6 +18,7 @@ from aspire_simulator.acceptance import Iid
 from aspire_simulator.executor import simulate
 from aspire_simulator.oracle import parse_policy
 from aspire_simulator.replaying import replay
+from aspire_simulator.scenario import Scenario
 from aspire_simulator.traces import load_trace
 from aspire_simulator.workload import Workload
 from tests.simulator.helpers import LinearCost
@@ -70,6 +71,16 @@ def test_a_run_with_prefixes_is_written_read_and_replayed(tmp_path: Path) -> Non
         assert report.equal_share == 1.0, report.difference
         work = load_trace(tmp_path / str(pages))
         assert work.prefix_tokens is not None and work.prefix_tokens.tolist() == [0] + [320] * 11
+
+
+def test_the_flag_of_a_scenario_turns_it_off(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
+    path.write_text("\n".join([json.dumps(line)] * 4), encoding="utf-8")
+    scenario = Scenario("analytic:h200:smollm2-135m", dataset_path=str(path))
+    found, cold = scenario.run().summary, scenario.with_(enable_prefix_caching=False).run().summary
+    assert found["total_cached_tokens"] == 3 * 1088 and cold["total_cached_tokens"] == 0
+    assert found["mean_ttft_ms"] < cold["mean_ttft_ms"]
 
 
 def test_a_mooncake_trace_tells_with_whom_a_prefix_is_shared(tmp_path: Path) -> None:
