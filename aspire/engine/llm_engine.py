@@ -297,7 +297,7 @@ class LLMEngine:
         """A step that fails gives its requests back to the queue."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too
             largest = max(self.scheduler.in_flight, key=lambda plan: plan.num_query_tokens, default=None)
             self._flight.clear()
             self.scheduler.discard_in_flight()
