@@ -6,8 +6,9 @@ others before them; some are aborted, and policy and selector are switched betwe
 turns: after each the engine is drained and checked.
 
 * every submitted request ends once: finished, aborted or rejected
-* every finished output equals autoregressive decoding of that request from a cold start. In bf16 it may part from it
-  where the two best perturbed scores are within ``--tie-margin`` of each other: a tie, which is counted
+* every finished output equals autoregressive decoding of that request from a cold start. It may part from it where
+  the two best perturbed scores are within ``--tie-margin`` of each other: a tie, which is counted. In fp32 that is a
+  rounding error of batches of other shapes, some 1e-6, and takes tens of thousands of tokens to be met
 * free pages are back where they were, and nobody holds any
 * a probe prompt has the acceptance that it had in the first round of that engine
 """
@@ -34,6 +35,7 @@ from aspire.evidence import write_evidence
 POLICIES = ("autoregressive", "fixed:g=3", "fixed:g=7", "staggered:g=4", "aspire:cost_ratio=0.3", "fsm")
 POLICIES += ("goodput:cost_ratio=0.3",)
 SELECTORS = ("window", "verify", "verify-per-layer", "refresh", "refresh-per-layer")
+FP32_TIE, BF16_TIE = 1e-5, 0.3
 SMALL_BUDGET = {"budget_ratio": 0.3, "min_pages": 3, "sinks": 1, "recent": 2}
 
 
@@ -60,7 +62,7 @@ SIZES = {
 class Soak:
     """The engines under load, their reference, and the counts."""
 
-    def __init__(self, seed: int, model: str, tie_margin: float = 0.0) -> None:
+    def __init__(self, seed: int, model: str, tie_margin: float = FP32_TIE) -> None:
         self.dice = random.Random(seed)
         self.size = SIZES["tiny" if model.startswith("tiny") else "real"]
         self.tie_margin = tie_margin
@@ -177,9 +179,7 @@ class Soak:
         probe, first = self.measure_probe(), self.probes.get(self.engine)
         if first is None:
             self.probes[self.engine] = probe
-        elif abs(probe[1] / probe[0] - first[1] / first[0]) > 0.2 * (self.tie_margin > 0) or (
-            not self.tie_margin and probe != first
-        ):
+        elif abs(probe[1] / probe[0] - first[1] / first[0]) > (0.1 if self.tie_margin > FP32_TIE else 0.0):
             self.problems.append(f"the probe had {first} (drafted, accepted), now {probe}")
         self.counts["rounds"] += 1
 
@@ -266,11 +266,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny-llama", help="tiny-llama, or one with weights, e.g. smollm2-135m")
-    parser.add_argument("--tie-margin", type=float, help="default: 0 on a CPU (fp32), 0.3 on a GPU (bf16)")
+    parser.add_argument("--tie-margin", type=float, help=f"default: {FP32_TIE} on a CPU, {BF16_TIE} on a GPU")
     parser.add_argument("--out", type=Path, help="evidence file, e.g. reports/cpu/soak.json")
     given = parser.parse_args()
-    on_gpu = torch.cuda.is_available()
-    soak = Soak(given.seed, given.model, (0.3 if on_gpu else 0.0) if given.tie_margin is None else given.tie_margin)
+    tie = (BF16_TIE if torch.cuda.is_available() else FP32_TIE) if given.tie_margin is None else given.tie_margin
+    soak = Soak(given.seed, given.model, tie)
     start, length_s = time.monotonic(), min(20.0, given.minutes * 30)
     while time.monotonic() - start < given.minutes * 60 and not soak.problems:
         soak.round(length_s)
