@@ -68,6 +68,26 @@ def test_a_bad_prompt_among_good_ones_runs_nothing(llm: LLM, prompts: list[objec
     assert len(llm.generate([prompt_of(5)], PARAMS)) == 1
 
 
+def test_chat_uses_the_template_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Templated:
+        @staticmethod
+        def apply_chat_template(messages: list[dict[str, str]], *, tokenize: bool) -> list[int]:
+            assert tokenize
+            return [1, *(len(message["content"]) for message in messages), 2]
+
+    chatty = _llm()
+    monkeypatch.setattr(chatty.engine, "_tokenizer", Templated())
+    question, answer = {"role": "user", "content": "four"}, {"role": "assistant", "content": "eleven long"}
+    (single,) = chatty.chat([question, answer, question], PARAMS)
+    assert single.prompt_token_ids == [1, 4, 11, 4, 2] and len(single.outputs[0].token_ids) == 6
+    many = chatty.chat([[question], [question, answer]], [PARAMS, PARAMS])
+    assert [output.prompt_token_ids for output in many] == [[1, 4, 2], [1, 4, 11, 2]]
+    with pytest.raises(InputError, match="no messages"):
+        chatty.chat([])
+    with pytest.raises(InputError, match="no tokenizer"):
+        _llm().chat([question])
+
+
 def test_lists_of_unequal_length_are_refused(llm: LLM) -> None:
     with pytest.raises(UsageError, match="2 sampling parameters for 1 prompts"):
         llm.generate([[1]], [PARAMS, PARAMS])
