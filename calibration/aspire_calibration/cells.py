@@ -28,7 +28,7 @@ class RowGroup:
     query_tokens: int  # per row; 1 for draft
     context_tokens: int  # per row: kv_len, the query tokens included
     sparse_tokens: int = 0  # per row: KV tokens that a draft row reads (selected pages and tail); 0 for other kinds
-    select: bool = False  # verify rows: the step also computes their page mass
+    select: bool = False  # the step also computes page mass of the rows, for their next page list (not drafts)
 
     def __post_init__(self) -> None:
         check_choice("row kind", self.kind, KINDS)
@@ -38,8 +38,8 @@ class RowGroup:
             raise UsageError(f"context_tokens counts the query tokens too: it must be >= query_tokens, got {self}")
         if self.kind == "draft" and (self.query_tokens != 1 or not 1 <= self.sparse_tokens <= self.context_tokens):
             raise UsageError(f"a draft row has 1 query token and 1 <= sparse_tokens <= context_tokens, got {self}")
-        if self.select and self.kind != "verify":
-            raise UsageError(f"only verify rows select; that drafts do is a setting of the selector, got {self}")
+        if self.select and self.kind == "draft":
+            raise UsageError(f"whether draft rows select is a setting of the selector, not of a cell; got {self}")
         if self.kind != "draft" and self.sparse_tokens:
             raise UsageError(f"only draft rows have sparse_tokens, got {self}")
 
@@ -178,9 +178,10 @@ def verify(rows: int, context: int, drafted: int, *, select: bool = True) -> Cel
     return Cell((RowGroup("verify", rows, drafted + 1, max(context, drafted + 1), select=select),))
 
 
-def prefill(chunk: int, context: int, rows: int = 1) -> Cell:
-    """Prefill chunk of ``chunk`` tokens that ends at ``context`` tokens."""
-    return Cell((RowGroup("prefill", rows, chunk, max(chunk, context)),))
+def prefill(chunk: int, context: int, rows: int = 1, *, select: bool = False) -> Cell:
+    """Prefill chunk of ``chunk`` tokens a row that ends its prompt of ``context`` tokens; with ``select`` the request
+    gets its first page list in this step, as where it will draft."""
+    return Cell((RowGroup("prefill", rows, chunk, max(chunk, context), select=select),))
 
 
 def mixed(*cells: Cell) -> Cell:

@@ -193,14 +193,28 @@ def _regimes(
         ]
         return mixed(draft(drafting, length, limits.sparse_for(length)), *checking)
 
-    def prefill_cell(chunk: float, context: float) -> Cell:
-        return prefill(int(chunk), limits.context_for(1, max(context, chunk), int(chunk)))
+    def prefill_cell(chunk: float, context: float, select: float) -> Cell:
+        length = limits.context_for(1, max(context, chunk), int(chunk))
+        return prefill(int(chunk), length, select=bool(select))
 
-    def prefill_mixed_cell(count: float, context: float, chunk: float) -> Cell:
-        chunk = min(int(chunk), max(limits.max_num_batched_tokens - int(count), 1))
-        n = max(1, min(limits.rows_for(count, 1), limits.max_num_seqs - 1))
-        length = limits.context_for(n + 1, context)
-        return mixed(ar(n, length), prefill(chunk, max(chunk, length)))
+    def prompts_cell(chunk: float, count: float) -> Cell:
+        """Several whole prompts in one step."""
+        n = limits.rows_for(count, 1)
+        each = max(1, int(chunk) // n)
+        return prefill(each, each, n, select=limits.select_verify)
+
+    def prefill_mixed_cell(count: float, context: float, chunk: float, drafting: float) -> Cell:
+        """A prompt beside rows that decode: autoregressive ones, or drafts with a few verifications."""
+        chunk = min(int(chunk), max(limits.max_num_batched_tokens - 2 * int(count), 1))
+        n = max(1, min(limits.rows_for(count, 2), limits.max_num_seqs - 1))
+        length = limits.context_for(n + 1, context, 4)
+        drafts = round(0.8 * n) if drafting and limits.d_max >= 3 else 0
+        if not drafts:
+            return mixed(ar(n, length), prefill(chunk, max(chunk, length)))
+        beside = [draft(drafts, length, limits.sparse_for(length))]
+        if n > drafts:
+            beside.append(verify(n - drafts, length, 3, select=limits.select_verify))
+        return mixed(*beside, prefill(chunk, max(chunk, length), select=limits.select_verify))
 
     def bucket_cell(tokens: float) -> Cell:
         """One step of exactly ``tokens`` query tokens: as few tokens a row as the rows allow, else a prefill chunk."""
@@ -244,9 +258,10 @@ def _regimes(
     if limits.max_num_seqs >= 4 and limits.d_max >= 4:
         table["mixed-uneven"] = ((rows[2:], contexts, (1 / 2, 3 / 4, 7 / 8)), mixed_uneven_cell)
     if with_prefill:
-        table["prefill"] = ((chunks, contexts), prefill_cell)
+        table["prefill"] = ((chunks, contexts, (0.0, 1.0) if limits.select_verify else (0.0,)), prefill_cell)
         if limits.max_num_seqs >= 2:
-            table["mixed-prefill"] = ((rows, contexts[::2], chunks[::2]), prefill_mixed_cell)
+            table["prompts"] = ((chunks[1::2] or chunks, rows[1::2]), prompts_cell)
+            table["mixed-prefill"] = ((rows, contexts[::2], chunks[::2], (0.0, 1.0)), prefill_mixed_cell)
     return table
 
 
@@ -259,6 +274,9 @@ def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: 
         point = []
         for axis in axes:
             low, high = float(min(axis)), float(max(axis))
+            if {low, high} <= {0.0, 1.0}:  # yes or no
+                point.append(float(generator.choice(np.asarray(axis))))
+                continue
             value = float(np.exp(generator.uniform(np.log(max(low, 0.5)), np.log(max(high, 0.5)))))
             point.append(value if high < 4 and low < 1 else float(round(min(max(value, low), high))))
         cell = build(*point)

@@ -116,7 +116,7 @@ def test_keys_name_the_step_and_survive_json():
         (("verify", 0, 1, 10), "count >= 1"),
         (("verify", 1, 11, 10), "counts the query tokens too"),
         (("draft", 1, 1, 10, 0), "1 <= sparse_tokens <= context_tokens"),
-        (("draft", 1, 1, 10, 5, True), "only verify rows select"),
+        (("draft", 1, 1, 10, 5, True), "whether draft rows select"),
         (("verify", 1, 1, 10, 5), "only draft rows have sparse_tokens"),
     ],
 )
@@ -153,3 +153,16 @@ def test_rows_that_verify_beside_drafting_ones_always_select():
     for cell in profile_plan(PlanLimits(128, 8192, 65536, 8192)):
         kinds = {group.kind for group in cell.groups}
         assert kinds != {"draft", "verify"} or all(group.select for group in cell.groups if group.kind == "verify")
+
+
+def test_prompts_are_timed_alone_together_and_beside_drafts_with_their_first_list() -> None:
+    plan = profile_plan(LIMITS)
+    prompts = [cell for cell in plan if cell.groups[-1].kind == "prefill"]
+    assert {cell.groups[-1].select for cell in prompts if len(cell.groups) == 1} == {False, True}
+    assert max(cell.groups[-1].count for cell in prompts) > 8
+    beside = [{group.kind for group in cell.groups[:-1]} for cell in prompts if len(cell.groups) > 1]
+    assert {"verify"} in beside and {"draft", "verify"} in beside
+    f = prefill(100, 300, 2, select=True).features(select_layer_share=0.5)
+    assert f.select_rows == 2 and f.select_kv_tokens == 0.5 * 600
+    with_lists = [cell for cell in profile_plan(replace(LIMITS, select_verify=False)) if cell.groups[-1].select]
+    assert not with_lists
