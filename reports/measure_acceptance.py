@@ -63,6 +63,7 @@ class Sweep:
         self.results: list[dict[str, Any]] = []
         self.skipped: list[str] = []
         self.same = Comparison(0, [])
+        self.places: list[str] = []  # the cell of each difference
 
     def run(self) -> None:
         """Measure until all is done or the time is over: one budget in all workloads first, then the others."""
@@ -106,9 +107,11 @@ class Sweep:
             start_s = time.monotonic()
             measured = study.measure(selector)
             self.same += measured.comparison
-            found = {"workload": workload, "temperature": temperature, "label": label} | measured.to_json()
+            self.places += [name.removeprefix("acceptance.")] * len(measured.comparison.differences)
+            found = {"workload": workload, "temperature": temperature, "label": label} | rounded(measured.to_json())
+            del found["differences"]  # they are all told together, by `lossless`
             found["prompt_tokens"] = int(measured.run.requests.prompt_tokens.mean())
-            found["seconds"] = time.monotonic() - start_s
+            found["seconds"] = round(time.monotonic() - start_s, 3)
             by_request = found["accepted_by_request"]
             yield {
                 "id": name,
@@ -135,12 +138,29 @@ class Sweep:
         return AcceptanceStudy(self._engine, prompts, params, draft_length=given.draft_length, rounds=given.rounds)
 
 
-def lossless(same: Comparison) -> list[dict[str, Any]]:
-    """Share of all texts that equal plain decoding, and the largest gap of scores at which one parted from it."""
+def rounded(value: Any) -> Any:
+    """The same JSON value with numbers of four decimals."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def lossless(same: Comparison, places: list[str]) -> list[dict[str, Any]]:
+    """Share of all texts that equal plain decoding, and the largest gap of scores at which one parted from it.
+
+    Every difference is told in a line: cell, request, output token, margins of plain decoding and of the other run.
+    """
     found = same.to_json()
-    detail = {**found, "differences": sorted(found["differences"], key=lambda each: -(each["margin"] or 0.0))[:50]}
+    largest_first = sorted(zip(places, same.differences, strict=True), key=lambda pair: -(pair[1].margin or 0.0))
+    lines = [
+        f"{place} {each.request} token {each.position}: {each.margin or 0.0:.4f} {each.other_margin or 0.0:.4f}"
+        for place, each in largest_first
+    ]
     ties = [each.shift for each in same.differences if each.shift is not None]
-    detail["beyond_margin_shift"] = sum(shift > found["margin_shift"]["max"] for shift in ties) if ties else 0
+    beyond = sum(shift > found["margin_shift"]["max"] for shift in ties) if ties else 0
+    detail = {**found, "beyond_margin_shift": beyond, "differences": lines}
     return [
         {
             "id": "lossless.gpu_text_equal_share",
@@ -188,7 +208,7 @@ def main() -> None:
     )
     sweep = Sweep(engine, given)
     sweep.run()
-    write_evidence(given.out, [*lossless(sweep.same), sweep.left_out(), *sweep.results])
+    write_evidence(given.out, [*lossless(sweep.same, sweep.places), sweep.left_out(), *sweep.results])
     print(f"{given.out}: {len(sweep.results)} cells measured, {len(sweep.skipped)} left out for lack of time")
 
 

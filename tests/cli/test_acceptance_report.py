@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
+from aspire.compare import Comparison, Difference
 from aspire.scheduler import SELECTOR_KINDS, SelectorSpec
 from tests.cli.helpers import ROOT
 
@@ -76,6 +78,15 @@ def test_what_there_is_no_time_for_is_named(
     results = {row["id"]: row for row in json.loads(evidence.read_text(encoding="utf-8"))["results"]}
     assert results["acceptance.cells_left_out"]["value"] == 4 * 2 * len(SETTINGS)
     assert "acceptance.gsm8k.T0.refresh@0.1" in results["acceptance.cells_left_out"]["detail"]["cells"]
+
+
+def test_differences_are_told_largest_gap_first(script: ModuleType) -> None:
+    differences = [Difference("a", 3, 0.01, 0.002), Difference("b", 7, 0.05, 0.5), Difference("c", 0, None, None)]
+    same = Comparison(10, differences, np.array([0.0, 0.1], dtype=np.float32))
+    share, gap = script.lossless(same, ["x", "y", "z"])
+    assert share["value"] == 0.7 and gap["value"] == 0.05 and gap["n"] == 3
+    assert share["detail"]["differences"][0] == "y b token 7: 0.0500 0.5000"
+    assert share["detail"]["beyond_margin_shift"] == 1
 
 
 def test_settings_cover_every_selector_and_budget(script: ModuleType) -> None:
