@@ -71,6 +71,13 @@ def _acceptance(
     shares = parse_shares("--budget-ratios", budget_ratios)
     if not kinds:
         raise UsageError("--selectors is empty; give at least one, e.g. --selectors verify,window")
+    if engine.policy_changes:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in engine.policy_changes)
+        raise UsageError(
+            f"{given} does not say what acceptance measures; use --selectors, --budget-ratios and --draft-length"
+        )
+    if source.sampling["stop"]:
+        raise UsageError("--stop has no effect on acceptance; leave it out")
     settings = [SelectorSpec(kind, share, min_pages) for kind in kinds for share in shares]
     llm, _ = open_engine(engine, PolicySpec(), console)
     if llm.engine.config.synthetic_acceptance_rates is not None:

@@ -258,6 +258,8 @@ def test_acceptance_of_selectors_feeds_the_tuner(loop: Path, tmp_path: Path) -> 
     assert done.code == 0, done.err
     assert_one_error(run("acceptance", *TINY, "-q", "--selectors", "windo"), 2, "did you mean 'window'?")
     assert_one_error(run("acceptance", *TINY, "-q", "--budget-ratios", "7"), 2, "--budget-ratios")
+    assert_one_error(run("acceptance", *TINY, "-q", "--selector", "window"), 2, "--selector ", "--selectors")
+    assert_one_error(run("acceptance", *TINY, "-q", "--stop", "x"), 2, "--stop")
 
 
 def test_acceptance_of_a_few_rounds_a_request(tmp_path: Path) -> None:
