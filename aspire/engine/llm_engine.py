@@ -146,6 +146,8 @@ class LLMEngine:
         self._margins: MarginLog | None = None
         self._later: list[Callable[[], None]] = []
         self._submitted: list[LiveRequest] = []
+        self._recording = True
+        self._count = 0  # requests numbered so far
         self._origin = time.perf_counter()
         self._last_end: float | None = None
         self._flight: deque[_StepInFlight] = deque()  # at most two
@@ -194,7 +196,7 @@ class LLMEngine:
                 f"request '{request_id}' has stop strings and the model has no tokenizer; use stop_token_ids"
             )
         self._live[request_id] = live = LiveRequest(
-            number=len(self._submitted),
+            number=self._count,
             request=request,
             prompt=text,
             params=params,
@@ -203,7 +205,9 @@ class LLMEngine:
             text=OutputText(self.tokenizer, params) if wants_text else None,
             metrics=RequestMetrics(arrival_s=arrival),
         )
-        self._submitted.append(live)
+        self._count += 1
+        if self._recording:
+            self._submitted.append(live)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if it is not there any more."""
@@ -282,7 +286,8 @@ class LLMEngine:
         ended = np.zeros(plan.num_rows, dtype=bool)
         if finished:
             ended[:] = [name in finished for name in plan.requests]
-        self._later.append(partial(log_step, self._log, plan, outcome, step.owner, start, ended, step.planned_s))
+        if self._recording:
+            self._later.append(partial(log_step, self._log, plan, outcome, step.owner, start, ended, step.planned_s))
         self._last_end = end if self.scheduler.has_work else None
         wanted = ended | (outcome.committed > 0) if self._streams else ended
         return [self._emit(plan.requests[row], bool(ended[row]), end) for row in np.flatnonzero(wanted).tolist()]
@@ -412,8 +417,18 @@ class LLMEngine:
         if not keep_prefixes:
             self.scheduler.reset_prefix_cache()  # a replay begins without them
         self._submitted = []
+        self._count = 0
+        self._recording = True
         self._margins = MarginLog() if margins else None
         self._origin = time.perf_counter()
+
+    def stop_record(self) -> None:
+        """Record nothing more, and forget what was: for servers, which run for days."""
+        self._recording = False
+        self._margins = None
+        self._submitted = []
+        self._log = StepLog()
+        self._later.clear()
 
     def forget_steps(self) -> None:
         """Start timing the next step at its own begin, and drop the log of steps."""

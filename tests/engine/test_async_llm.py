@@ -64,6 +64,15 @@ def test_concurrent_readers_get_what_generate_gives(ahead: bool) -> None:
     run(work())
 
 
+def test_nothing_is_kept_of_requests_that_ended() -> None:
+    async def work() -> None:
+        async with engine() as llm:
+            await asyncio.gather(*(read(llm.generate(prompt_of(9), PARAMS)) for _ in range(9)))
+            assert len(llm.engine.log) == 0 and not llm.engine._submitted and not llm.engine._live and not llm._streams
+
+    run(work())
+
+
 def test_accepted_runs_arrive_before_the_end() -> None:
     async def work() -> None:
         async with engine(policy="fixed:g=3") as llm:
