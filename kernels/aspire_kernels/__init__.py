@@ -1,7 +1,8 @@
 """ASPIRE's kernels, each beside its torch reference.
 
 get_backend(name, device)   -> Backend: paged_attention, prepare, rms_norm, add_rms_norm, rope_and_kv_write,
-                               silu_mul, norm_linear, norm_gated, linear_add, fuses, select_pages, sample, resolve, advance
+                               silu_mul, norm_linear, norm_gated, linear_add, fuses,
+                               select_pages, sample, resolve, advance
 AttentionBatch              rows of one forward (attention/interface.py)
 SamplingRows, Sampled       sampling parameters and outcome (sample.py)
 SlotState, StepRows         what the device knows of its slots, rows of a step (step_state.py)
