@@ -161,13 +161,14 @@ class Scheduler:
             return None
         slots = self.slots
         decoding = np.flatnonzero(slots.active & slots.primed & (slots.known < slots.limit))
-        growth = self.pages.missing(decoding, self._pages_needed(decoding))
+        needed = self._pages_needed(decoding)
+        growth = self.pages.missing(decoding, needed)
         if self._in_flight and growth > self.pages.num_free:
             return None  # whom to preempt depends on who is left
         self.admit(growth)
         prefilling = np.flatnonzero(slots.active & ~slots.primed)
         preempted: list[str] = []
-        modes, query, kept = self._decode_rows(decoding, prefilling, preempted)
+        modes, query, kept = self._decode_rows(decoding, needed, growth, prefilling, preempted)
         if preempted:
             prefilling = prefilling[slots.active[prefilling]]
         budget = self.config.max_num_batched_tokens - int(query.sum())
@@ -296,8 +297,13 @@ class Scheduler:
             if request is not None:
                 self.pages.publish(slot, request.page_hashes, tokens // self.config.block_size)
 
-    def _decode_rows(self, decoding: Ints, prefilling: Ints, preempted: list[str]) -> tuple[Ints, Ints, Ints]:
-        """(modes, query tokens, slots) of the decoding rows that run in this step."""
+    def _decode_rows(
+        self, decoding: Ints, needed: Ints, growth: int, prefilling: Ints, preempted: list[str]
+    ) -> tuple[Ints, Ints, Ints]:
+        """(modes, query tokens, slots) of the decoding rows that run in this step.
+
+        ``needed`` [n] pages of each of ``decoding``, ``growth`` of them not held yet.
+        """
         slots, config = self.slots, self.config
         if not len(decoding):
             empty = np.empty(0, dtype=np.int64)
@@ -311,7 +317,7 @@ class Scheduler:
             running = actions != _ACT_WAIT
             # a batch in which all wait would never move
             if 0 < np.count_nonzero(running) < len(kept):
-                modes, kept, draft = modes[running], kept[running], draft[running]
+                modes, kept, draft, needed = modes[running], kept[running], draft[running], needed[running]
             query = np.where(draft, 1, slots.drafted[kept] + 1)
         else:
             modes, query = np.full(len(kept), _VERIFY), slots.drafted[kept] + 1
@@ -319,21 +325,24 @@ class Scheduler:
             # the longest idle go first; the rest sit this step out
             turn = np.argsort(slots.last_step[kept], kind="stable")
             fits = np.sort(turn[np.cumsum(query[turn]) <= config.max_num_batched_tokens])
-            modes, kept, query = modes[fits], kept[fits], query[fits]
-        needed = self._pages_needed(kept)
-        while self.pages.missing(kept, needed) > self.pages.num_free:
+            modes, kept, query, needed = modes[fits], kept[fits], query[fits], needed[fits]
+        if len(kept) < len(decoding):
+            growth = self.pages.missing(kept, needed)
+        while growth > self.pages.num_free:
             victim = self._victim()
             preempted.append(self._preempt(victim))
             stays = kept != victim
             modes, kept, query, needed = modes[stays], kept[stays], query[stays], needed[stays]
-        self._new_pages.append(self.pages.grow(kept, needed))
+            growth = self.pages.missing(kept, needed)
+        if growth:
+            self._new_pages.append(self.pages.grow(kept, needed))
         return modes, query, kept
 
     def _pages_needed(self, decoding: Ints) -> Ints:
         """Pages [n] for the KV that a decoding row may write in the next step."""
         slots = self.slots
-        tokens = slots.computed[decoding] + slots.slack[decoding] + slots.drafted[decoding] + 1
-        return -(-tokens // self.config.block_size)
+        block = self.config.block_size
+        return (slots.computed[decoding] + slots.slack[decoding] + slots.drafted[decoding] + block) // block
 
     def _view(self, decoding: Ints, prefilling: Ints) -> PolicyView:
         slots = self.slots
