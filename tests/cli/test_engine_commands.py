@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from aspire.rundir import read_run
-from tests.cli.helpers import PATH, assert_one_error, run
+from tests.cli.helpers import assert_one_error, run
 
 TINY = ["--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--max-num-seqs", "4"]
 TINY += ["--max-model-len", "512", "--max-num-batched-tokens", "256"]
@@ -219,24 +214,6 @@ def test_cost_model_of_another_machine_is_refused(loop: Path, tmp_path: Path) ->
     assert_one_error(run(*arguments, "-q"), 1, "another machine", "--allow-mismatch")
     done = run(*arguments, "--allow-mismatch")
     assert done.code == 0 and "another machine" in done.err
-
-
-def test_first_interrupt_drains_and_writes(tmp_path: Path) -> None:
-    output = tmp_path / "outputs.jsonl"
-    command = [sys.executable, "-m", "aspire", "generate", *TINY, "--dataset-name", "random", "--num-prompts", "40"]
-    command += ["--input-len", "20", "--output-len", "300", "--ignore-eos", "-o", str(output)]
-    environment = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    deadline = time.monotonic() + 60
-    while not output.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert "interrupted: finishing what runs" in err and "Traceback" not in err
-    assert process.returncode == 1 and "did not finish" in err
-    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert 1 <= len(records) < 40
-    assert all(len(record["token_ids"]) == 300 for record in records)
 
 
 def test_acceptance_of_selectors_feeds_the_tuner(loop: Path, tmp_path: Path) -> None:
