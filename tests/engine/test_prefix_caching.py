@@ -15,6 +15,7 @@ from aspire.scheduler import PolicySpec
 from aspire_simulator.replaying import replay
 from tests.invariants.cases import ample, assert_kv_is_fresh, fixed, prompt_of, small
 from tests.invariants.harness import Limits, LinearCost, drive, generate, make_engine
+from tests.invariants.models import tiny_model
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=12, ignore_eos=True)
@@ -165,3 +166,19 @@ def test_a_failed_request_leaves_no_page_that_others_find() -> None:
     run: Any = drive(engine, before_step=poison)
     assert run.outputs["broken"].outputs[0].finish_reason == "error"
     assert generate(engine, [prompt], PARAMS) == cold([prompt])
+
+
+def test_what_lossy_decoding_wrote_is_found_by_nobody() -> None:
+    """Its KV is not that of full attention; the prompt's is."""
+    config = EngineConfig(
+        "qwen3", load_format="dummy", device="cpu", max_model_len=256, max_num_seqs=2, num_pages=60, decode="delta"
+    )
+    engine = LLMEngine(
+        EngineConfig(**{**vars(config), "policy": PolicySpec(selector=small("delta"))}), model=tiny_model("qwen3")
+    )
+    first = prompt_of(80, model="qwen3")
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+    engine.add_request("turn", first, params)
+    answer = drive(engine).outputs["turn"].outputs[0].token_ids
+    engine.add_request("next", first + answer + [5], params)
+    assert drive(engine).outputs["next"].num_cached_tokens == 80
