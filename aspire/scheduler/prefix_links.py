@@ -43,3 +43,12 @@ def names_from_links(prefix_of: Ints, prefix_tokens: Ints, tokens: Ints) -> list
         shared = shared_tokens // PAGE_TOKENS if 0 <= parent < index else 0
         names.append((*names[parent][:shared], *own[min(shared, len(names[parent])) :])[: len(own)] if shared else own)
     return names
+
+
+def links_among(chosen: Ints, prefix_of: Ints, prefix_tokens: Ints) -> tuple[Ints, Ints]:
+    """Links of the requests ``chosen`` (indices, in their new order); those to others, or to later ones, are cut."""
+    place = np.full(len(prefix_of) + 1, -1, dtype=np.int64)  # the last entry: of no request
+    place[chosen] = np.arange(len(chosen))
+    parent = place[prefix_of[chosen]]
+    parent[parent >= np.arange(len(chosen))] = -1
+    return parent, np.where(parent < 0, 0, prefix_tokens[chosen])

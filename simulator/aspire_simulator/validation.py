@@ -15,6 +15,7 @@ from aspire.errors import InputError
 from aspire.rundir import Run, read_run
 from aspire.runlog import PREFILL, VERIFY, StepLog
 from aspire.scheduler import CostModel, StepFeatures
+from aspire.scheduler.prefix_links import links_among
 from aspire_calibration import RunValidation, validate_steps
 from aspire_simulator.acceptance import AcceptanceModel, Outcomes
 from aspire_simulator.executor import simulate
@@ -216,11 +217,14 @@ def _workload(run: Run, which: NDArray[np.int64], arrival_s: Floats) -> Workload
     table = run.requests
     if (np.diff(arrival_s) < 0).any():
         raise InputError("requests.csv of the run is not ordered by arrival; record the run with this version")
+    prefix_of, prefix_tokens = links_among(which, table.prefix_of, table.prefix_tokens)
     return Workload(
         name="recorded run",
         arrival_s=np.maximum(arrival_s, 0.0),
         prompt_tokens=table.prompt_tokens[which],
         output_tokens=table.output_tokens[which],
+        prefix_of=prefix_of,
+        prefix_tokens=prefix_tokens,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError, check_choice
-from aspire.scheduler.prefix_links import names_from_links
+from aspire.scheduler.prefix_links import links_among, names_from_links
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -55,12 +55,8 @@ class Workload:
         )
         if self.prefix_of is None or self.prefix_tokens is None:
             return kept
-        chosen = np.arange(len(self))[which]
-        place = np.full(len(self) + 1, -1, dtype=np.int64)  # the last entry: of nobody
-        place[chosen] = np.arange(len(chosen))
-        parent = place[self.prefix_of[chosen]]
-        parent[parent >= np.arange(len(chosen))] = -1
-        return replace(kept, prefix_of=parent, prefix_tokens=np.where(parent < 0, 0, self.prefix_tokens[chosen]))
+        prefix_of, tokens = links_among(np.arange(len(self))[which], self.prefix_of, self.prefix_tokens)
+        return replace(kept, prefix_of=prefix_of, prefix_tokens=tokens)
 
     def page_names(self) -> list[Sequence[int]]:
         """Names of the full pages of each request, equal where prefixes are."""

@@ -14,12 +14,14 @@ from aspire.rundir import read_run, write_run
 from aspire.runlog import PREFILL
 from aspire.scheduler import SchedulerConfig
 from aspire.scheduler.prefix_links import names_from_links, shared_prefixes
+from aspire_calibration import LoadedCostModel, analytic_model
 from aspire_simulator.acceptance import Iid
 from aspire_simulator.executor import simulate
 from aspire_simulator.oracle import parse_policy
 from aspire_simulator.replaying import replay
 from aspire_simulator.scenario import Scenario
 from aspire_simulator.traces import load_trace
+from aspire_simulator.validation import validate_run
 from aspire_simulator.workload import Workload
 from tests.simulator.helpers import LinearCost
 
@@ -71,6 +73,14 @@ def test_a_run_with_prefixes_is_written_read_and_replayed(tmp_path: Path) -> Non
         assert report.equal_share == 1.0, report.difference
         work = load_trace(tmp_path / str(pages))
         assert work.prefix_tokens is not None and work.prefix_tokens.tolist() == [0] + [320] * 11
+
+
+def test_a_recorded_run_is_simulated_with_its_prefixes(tmp_path: Path) -> None:
+    model = LoadedCostModel(analytic_model("h200", "smollm2-135m"))
+    run = simulate(family(12, gap_s=0.002), parse_policy("fixed:g=3"), model, Iid(0.8), CONFIG)
+    check = validate_run(write_run(tmp_path / "run", run))
+    assert check.composition.equal_share == 1.0 and check.passed, check.to_dict()
+    assert all(abs(one.simulated / one.measured - 1) < 1e-6 for one in check.comparisons)
 
 
 def test_the_flag_of_a_scenario_turns_it_off(tmp_path: Path) -> None:
