@@ -297,7 +297,7 @@ class AsyncLLM:
         if only is not None and stream is not only:
             return False
         known = self.engine.abort(request_id)
-        if stream is not None:
+        if known and stream is not None:  # one that has just ended gets its own last output
             del self._streams[request_id]
             _in_loop(stream.loop, stream.abort)
         return known
