@@ -78,6 +78,22 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def begin_beside(PDL: tl.constexpr):
+    """First line of a kernel that reads nothing that the launch before it writes: begin while that one runs. What came
+    before both has ended, because a program lets the next launch be placed only after its own wait."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def end_beside(PDL: tl.constexpr):
+    """Last line of a kernel that began with `begin_beside`: end after the launch before it, so that whoever waits for
+    this one waits for both."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
 NATIVE_MATH: Any = tl.constexpr(not INTERPRETED) if HAS_TRITON else False
 """Whether `exp2` and `log2` are single instructions of the GPU (relative error about 2^-22, denormals are zero)."""
 
@@ -122,7 +138,9 @@ __all__ = [
     "INTERPRETED",
     "LAUNCH",
     "NATIVE_MATH",
+    "begin_beside",
     "cdiv",
+    "end_beside",
     "exp2",
     "log2",
     "multiprocessors",

@@ -144,7 +144,10 @@ def paged_attention(
         scores = _workspace(q.device, "scores", batch.rows * 2 * heads * score_pages)
     for plan in plans:
         mass_here = with_mass and plan.kind != SPARSE
-        _launch_class(plan, q, k_cache, v_cache, result, batch, scale, lse, scores, mass_rows, score_pages, mass_here)
+        beside = plan is not plans[0]
+        _launch_class(
+            plan, q, k_cache, v_cache, result, batch, scale, lse, scores, mass_rows, score_pages, mass_here, beside
+        )
     if with_mass and page_mass is not None:
         block_p = 64 if q.device.type == "cuda" else 256
         page_mass_kernel[(batch.rows, cdiv(page_mass.shape[1], block_p))](
@@ -184,15 +187,18 @@ def _launch_class(
     mass_rows: Tensor | None,
     score_pages: int,
     with_mass: bool,
+    beside: bool,
 ) -> None:
     _, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     tile, block_d = plan.tile, max(16, next_power_of_2(head_dim))
     part_acc = part_ml = arrivals = plan.header
     if plan.split:
-        part_acc = _workspace(q.device, "parts", 2 * plan.programs * plan.block_m * block_d)
-        part_ml = _workspace(q.device, "part_ml", 4 * plan.programs * plan.block_m)
-        arrivals = _workspace(q.device, "arrivals", plan.programs, torch.int32)
+        # of each class its own: classes run beside each other
+        name = KIND_NAMES[plan.kind]
+        part_acc = _workspace(q.device, f"parts.{name}", 2 * plan.programs * plan.block_m * block_d)
+        part_ml = _workspace(q.device, f"part_ml.{name}", 4 * plan.programs * plan.block_m)
+        arrivals = _workspace(q.device, f"arrivals.{name}", plan.programs, torch.int32)
     lse = lse if with_mass and lse is not None else plan.header
     queries = class_queries(batch, plan.kind)
     merge_rows = next_power_of_2(min(plan.block_m, queries * (heads // kv_heads)))
@@ -238,6 +244,7 @@ def _launch_class(
         MERGE_ROWS=merge_rows,
         MERGE_PARTS=max(1, min(8, tile.warps * 512 // (merge_rows * block_d))),
         EARLY=plan.settled,
+        BESIDE=beside,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **_register_limit(plan),

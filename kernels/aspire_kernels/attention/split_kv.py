@@ -8,7 +8,16 @@ An item that a share boundary cuts leaves one part per program; the program that
 
 from __future__ import annotations
 
-from aspire_kernels._triton import NATIVE_MATH, exp2, log2, tl, triton, wait_for_inputs  # noqa: F401
+from aspire_kernels._triton import (  # noqa: F401
+    NATIVE_MATH,
+    begin_beside,
+    end_beside,
+    exp2,
+    log2,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 
 @triton.jit
@@ -185,10 +194,13 @@ def attention_kernel(
     MERGE_ROWS: tl.constexpr,  # power of two >= query rows of an item
     MERGE_PARTS: tl.constexpr,  # parts merged at once
     EARLY: tl.constexpr,  # work lists and pages were written before the launch that precedes this one
+    BESIDE: tl.constexpr,  # that launch attends for other rows: this one runs beside it
     PDL: tl.constexpr,
 ):
     """Grid: programs (SPLIT) or jobs * kv heads."""
-    if not EARLY:
+    if BESIDE:
+        begin_beside(PDL)
+    elif not EARLY:
         wait_for_inputs(PDL)
     pid = tl.program_id(0)
     # loads are issued before the first branch, so that their latencies overlap
@@ -215,7 +227,7 @@ def attention_kernel(
     table = block_table + slot * stride_table
     list_ = sel_pages + slot * stride_list
     page = _page_of(tile * (BLOCK_N // PAGE) + places, held, table, list_, sel_count, tail, SPARSE)
-    if EARLY:
+    if EARLY and not BESIDE:
         # whatever the launch before this one wrote is read below here only: q, and K and V of the newest tokens
         wait_for_inputs(PDL)
     while remaining > 0:
@@ -317,3 +329,5 @@ def attention_kernel(
             page = _page_of(places, held, table, list_, sel_count, tail, SPARSE)
         else:
             remaining = 0
+    if BESIDE:
+        end_beside(PDL)
