@@ -44,16 +44,18 @@ class LoadedCostModel:
         self._eager = not file.graph_buckets
         high = [file.ranges.get(name, (0.0, np.inf))[1] for name in FEATURES]
         self._high = np.array(high)[:, None] * SLACK
+        self._bounded = bool(np.isfinite(self._high).any())
 
     def predict(self, features: StepFeatures) -> Floats:
         """Seconds, in the shape of the features."""
-        first = features.rows
-        matrix = features.columns().reshape(len(FEATURES), -1)
-        self.predicted_steps += first.size
-        beyond = matrix > self._high
-        if np.count_nonzero(beyond):  # cheaper than any()
-            self._report(matrix, beyond)
-        return self._seconds(matrix).reshape(first.shape)
+        columns = features.columns()
+        matrix = columns.reshape(len(FEATURES), -1)
+        self.predicted_steps += matrix.shape[1]
+        if self._bounded:
+            beyond = matrix > self._high
+            if np.count_nonzero(beyond):  # cheaper than any()
+                self._report(matrix, beyond)
+        return self._seconds(matrix).reshape(columns.shape[1:])
 
     def marginal(self, base: StepFeatures, added: StepFeatures) -> Floats:
         """Seconds that ``added`` costs on top of ``base``: predict(base + added) - predict(base), shapes broadcast.
