@@ -1,4 +1,5 @@
-"""CUDA graphs of decode steps, keyed by padded sizes and captured when first needed.
+"""CUDA graphs of steps, keyed by padded sizes and captured when first needed. Steps with long chunks of prompts run
+eagerly: their kernels take longer than the launches.
 
 Padded tokens write to the trash page, padded rows have no query; a graph's bounds hold for every step that replays it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aspire.engine.step_input import Shape, StepInput, host_buffer
+from aspire.engine.step_input import Shape, StepInput, count_samples, host_buffer
 from aspire.scheduler import Mode, StepPlan
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 _PAGES_PER_ROW = 2  # a verification of 17 tokens begins at most two pages
-_CUTS = (2, 8)  # layers before which a new graph begins
+_PROMPT_PAGES = 1024  # of prompts that enter with a step
+_CUTS = (2, 8)  # layers before which a new graph begins, where the device waits for the launch
 
 
 @dataclass
@@ -82,9 +84,8 @@ class GraphCache:
             self._pool = torch.cuda.graph_pool_handle()  # a pool dies with the last of its graphs
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether a graph can run the step: it only decodes, and buckets hold its tokens and new pages."""
-        few_pages = len(plan.new_pages) <= _PAGES_PER_ROW * plan.num_rows
-        return few_pages and plan.num_query_tokens <= self._buckets[-1] and not (plan.modes == Mode.PREFILL).any()
+        """Whether a graph can run the step: a bucket holds its tokens."""
+        return plan.num_query_tokens <= int(self._buckets[-1])
 
     def launch(self, plan: StepPlan, forced: NDArray[np.int64] | None) -> Callable[[], StepResult]:
         """Start the step by replaying its graphs, captured first if need be; the returned call waits for its result.
@@ -93,10 +94,8 @@ class GraphCache:
         """
         from aspire.engine.runner import StepBounds
 
-        tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
-        rows = int(self._row_buckets[np.searchsorted(self._row_buckets, plan.num_rows)])
-        shape = Shape(tokens, rows, tokens, _PAGES_PER_ROW * rows)
-        bounds = StepBounds.for_graph(plan, self._runner.config.max_model_len)
+        shape = self._shape_of(plan)
+        bounds = StepBounds.for_graph(plan, self._runner.config.max_model_len, shape.tokens)
         key = (shape, bounds, id(self._runner.lists))
         captured = self._graphs.get(key)
         if captured is None:
@@ -104,6 +103,9 @@ class GraphCache:
             captured = self._graphs[key] = self._capture(shape, bounds)
             torch.cuda.synchronize()
             self._runner.capture_s += time.perf_counter() - start
+        if len(plan.new_pages) > shape.pages:
+            self._runner.write_pages(plan.new_pages)
+            plan = replace(plan, new_pages=plan.new_pages[:0])
         end = captured.ends[captured.launches % 2]
         captured.launches += 1
         self._runner.fill(end.inp, plan, forced)
@@ -114,9 +116,19 @@ class GraphCache:
 
         def wait() -> StepResult:
             end.done.synchronize()
-            return self._runner.unpack(end.result.numpy(), plan, tokens)
+            return self._runner.unpack(end.result.numpy(), plan, shape.samples)
 
         return wait
+
+    def _shape_of(self, plan: StepPlan) -> Shape:
+        """Padded sizes. Steps with prompt chunks are all padded to the same rows, since so many other sizes differ."""
+        limit = self._runner.config.max_num_seqs
+        tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
+        if (plan.modes == Mode.PREFILL).any():
+            samples = limit if count_samples(plan) <= limit else tokens
+            return Shape(tokens, limit, samples, _PAGES_PER_ROW * limit + _PROMPT_PAGES)
+        rows = int(self._row_buckets[np.searchsorted(self._row_buckets, plan.num_rows)])
+        return Shape(tokens, rows, tokens, _PAGES_PER_ROW * rows)
 
     def replay_seconds(self, repeats: int = 20) -> float:
         """Median GPU time of the step that was captured last, replayed alone."""
@@ -140,9 +152,7 @@ class GraphCache:
         device_input = StepInput(shape, host.to(runner.device))
         runner.forward(device_input, bounds)
         torch.cuda.synchronize()
-        # page-locked memory that the garbage collector frees during a capture would break it
-        gc.collect()
-        gc.disable()
+        gc.disable()  # page-locked memory that the garbage collector frees during a capture would break it
         try:
             graphs, packed = self._record(device_input, bounds)
         finally:
@@ -153,12 +163,13 @@ class GraphCache:
         """Capture the forward as a few graphs, cut before some layers.
 
         Launching a graph takes the host time in proportion to its kernels; with a short first graph the GPU starts
-        while the host still launches the others.
+        while the host still launches the others. Steps launched ahead need no cuts.
         """
         graphs: list[torch.cuda.CUDAGraph] = []
+        cuts = () if self._runner.config.async_scheduling else _CUTS
 
         def cut(layer: int) -> None:
-            if layer in _CUTS:
+            if layer in cuts:
                 graphs[-1].capture_end()
                 begin()
 

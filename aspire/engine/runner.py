@@ -55,9 +55,18 @@ class StepBounds:
         )
 
     @classmethod
-    def for_graph(cls, plan: StepPlan, max_model_len: int) -> StepBounds:
-        """Bounds of a decode step rounded up, so that few graphs serve all steps."""
+    def for_graph(cls, plan: StepPlan, max_model_len: int, tokens: int) -> StepBounds:
+        """Bounds of a step of ``tokens`` padded query tokens rounded up, so that few graphs serve all steps."""
         exact = cls.of(plan)
+        if exact.max_q > MAX_VERIFY_QUERIES or (plan.modes == Mode.PREFILL).any():
+            return cls(
+                max_q=tokens,
+                max_verify_q=min(tokens, MAX_VERIFY_QUERIES),
+                max_full_kv=max_model_len,
+                max_sparse_kv=_power(exact.max_sparse_kv),
+                max_kv=max_model_len,
+                any_selects=exact.any_selects,
+            )
         queries = int(_VERIFY_WIDTHS[np.searchsorted(_VERIFY_WIDTHS, exact.max_verify_q)])
         longest = min(max_model_len, _power(exact.max_kv))
         return cls(
@@ -205,6 +214,11 @@ class ModelRunner:
             return self.unpack(found, plan, samples, (top_two[0], top_two[1]) if top_two else None)
 
         return wait
+
+    def write_pages(self, entries: NDArray[np.int64]) -> None:
+        """Enter new block-table entries [n, 3] ahead of a step that has no room for them in its input."""
+        slot, logical, physical = torch.from_numpy(np.ascontiguousarray(entries.T)).to(self.device)
+        self._table[slot, logical] = physical.int()
 
     def fill(self, inp: StepInput, plan: StepPlan, forced: NDArray[np.int64] | None) -> None:
         """Write ``plan`` into the host input ``inp``."""

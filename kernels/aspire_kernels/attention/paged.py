@@ -77,7 +77,16 @@ def plan_classes(
             gpu_name(device), sms, kind, head_dim, dtype.itemsize, block_m, batch.rows * kv_heads, bound
         )
         plans.append(
-            make_plan(batch, kind, tile, group=group, kv_heads=kv_heads, multiprocessors=sms, max_queries=queries)
+            make_plan(
+                batch,
+                kind,
+                tile,
+                group=group,
+                kv_heads=kv_heads,
+                multiprocessors=sms,
+                max_queries=queries,
+                tokens=tokens,
+            )
         )
     return plans
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aspire_kernels._triton import LAUNCH, cdiv, next_power_of_2, tl, triton, wait_for_inputs
 from aspire_kernels.attention.interface import PAGE_SIZE, AttentionBatch
-from aspire_kernels.attention.tuning import SPARSE, VERIFY, Tile
+from aspire_kernels.attention.tuning import PREFILL, SPARSE, VERIFY, Tile
 
 DESC = 8
 """Integers of a job's descriptor: slot, first query token, query tokens, KV tokens, selected pages, tail page, query
@@ -191,13 +191,24 @@ def query_block(max_queries: int, group: int, limit: int) -> int:
 
 
 def make_plan(
-    batch: AttentionBatch, kind: int, tile: Tile, *, group: int, kv_heads: int, multiprocessors: int, max_queries: int
+    batch: AttentionBatch,
+    kind: int,
+    tile: Tile,
+    *,
+    group: int,
+    kv_heads: int,
+    multiprocessors: int,
+    max_queries: int,
+    tokens: int,
 ) -> ClassPlan:
     """Allocate and compute the work list of class ``kind`` (one launch). ``max_queries`` bounds its query tokens per
-    row."""
+    row, ``tokens`` those of all rows."""
     rows, device = batch.rows, batch.row_slot.device
     query_tiles = cdiv(max_queries * group, tile.block_m)
     job_bound = rows * query_tiles
+    if kind == PREFILL:
+        longer = min(rows, tokens // (int(batch.max_verify_q or 0) + 1))  # rows of this class
+        job_bound = min(job_bound, cdiv(tokens * group, tile.block_m) + longer)
     programs = max(1, multiprocessors * tile.per_sm) if tile.split else job_bound * kv_heads
     sizes = (4, (job_bound + 1) * DESC, job_bound + 1, programs * 4 if tile.split else 4)
     offsets = [sum(cdiv(s, 4) * 4 for s in sizes[:i]) for i in range(5)]
