@@ -28,7 +28,7 @@ from aspire_calibration.variables import INDEX
 MIN_CELLS = 12
 EXTREME_SHARE = 0.12  # of the cells, per axis, are extremes
 EXTREME_AXES = ("full_kv_tokens", "sparse_kv_tokens", "query_tokens", "rows")
-EXTREME_WEIGHT = 0.5  # of the error on extremes in the choice of a form, beside the cross-validated one
+EXTREME_WEIGHT = 0.25  # of the error on extremes in the choice of a form; steps beyond the ranges are warned of as well
 TIE = 1.05  # a simpler form is kept unless a later one is better by this factor
 WARN_MAPE = 0.05
 
