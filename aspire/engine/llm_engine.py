@@ -94,7 +94,7 @@ class LLMEngine:
             )
         use_graphs = self.device.type == "cuda" and not config.enforce_eager and backend.name == "triton"
         limit = config.max_num_seqs * (MAX_DRAFT + 1)
-        buckets = tuple(b for b in GRAPH_BUCKETS if b <= limit) if use_graphs else ()
+        buckets = (*(b for b in GRAPH_BUCKETS if b < limit), limit) if use_graphs else ()
         pages_per_slot = -(-max_len // config.block_size)
         wanted = config.max_num_seqs * pages_per_slot + 1
         reserved = step_bytes(shape, decoder.dtype, config, pages_per_slot)

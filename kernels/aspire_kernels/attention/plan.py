@@ -109,9 +109,12 @@ def plan_kernel(
     tl.store(first_tile + jobs, tiles_before)
     units = tiles_before * KV_HEADS
     share = tl.maximum((units + programs - 1) // programs, min_share)
+    # a few long items: whoever arrives last merges all parts of one, which takes about a fifth of a tile's time each;
+    # share + parts / 5 is least at the square root
+    share = tl.maximum(share, tl.ceil(tl.sqrt(longest.to(tl.float32) / 5.0)).to(tl.int32))
     # items of about equal length: the same number of chunks of each, if that costs at most a 16th of balance
     items = jobs * KV_HEADS
-    chunks = programs // tl.maximum(items, 1)
+    chunks = tl.minimum(programs // tl.maximum(items, 1), (longest + share - 1) // share)
     fits = (items > 0) & (chunks > 0) & (shortest >= chunks)
     fits = fits & ((longest + chunks - 1) // tl.maximum(chunks, 1) * 16 <= share * 17)
     chunks = tl.where(fits, chunks, 0)
