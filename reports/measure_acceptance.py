@@ -14,6 +14,7 @@ What does not fit in ``--seconds`` is left out and named in the file. `reports/d
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ class Sweep:
         study = None
         for label, selector in chosen.items():
             name = f"acceptance.{workload}.T{temperature:g}.{label}"
+            if not re.search(given.only, name):
+                continue
             if time.monotonic() > self._end_s:
                 self.skipped.append(name)
                 continue
@@ -193,6 +196,7 @@ def main() -> None:
     parser.add_argument("--draft-length", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--reasoning-tokens", type=int, default=2560)
+    parser.add_argument("--only", default="", help="only cells whose name this regular expression finds")
     parser.add_argument("--seconds", type=float, default=240.0, help="of measuring, loading not counted")
     parser.add_argument("-o", "--out", type=Path, required=True)
     given = parser.parse_args()
