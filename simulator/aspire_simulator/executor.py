@@ -88,6 +88,8 @@ class Simulation:
                 config.max_num_seqs,
                 lambda slots, drafted: self._outcomes.next_is_right(slots, generated[slots], drafted),
             )
+        # a request that shares no prefix finds its own pages again after a preemption, and only then
+        names_of = workload.page_names(linked_only=not may_preempt(workload, config))
         self._requests = [
             Request(str(index), prompt, output, arrival, page_hashes=names)
             for index, (prompt, output, arrival, names) in enumerate(
@@ -95,7 +97,7 @@ class Simulation:
                     workload.prompt_tokens.tolist(),
                     workload.output_tokens.tolist(),
                     workload.arrival_s.tolist(),
-                    workload.page_names(),
+                    names_of,
                     strict=True,
                 )
             )
@@ -218,6 +220,13 @@ class Simulation:
             table.prefix_of[:], table.prefix_tokens[:] = self.workload.prefix_of, self.workload.prefix_tokens
         table.status = [status_of(request) for request in self._requests]
         return table
+
+
+def may_preempt(workload: Workload, config: SchedulerConfig) -> bool:
+    """Whether the KV pool could run short with every slot taken by one of the longest requests."""
+    longest = np.sort(np.minimum(workload.prompt_tokens + workload.output_tokens, config.max_model_len))
+    pages = -(-longest[-config.max_num_seqs :] // config.block_size)  # drafts never reach past a request's limit
+    return bool(pages.sum() > config.num_pages - 1)
 
 
 def cost_model_json(cost_model: CostModel | None) -> dict[str, Any] | None:

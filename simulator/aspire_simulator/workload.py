@@ -58,12 +58,18 @@ class Workload:
         prefix_of, tokens = links_among(np.arange(len(self))[which], self.prefix_of, self.prefix_tokens)
         return replace(kept, prefix_of=prefix_of, prefix_tokens=tokens)
 
-    def page_names(self) -> list[Sequence[int]]:
-        """Names of the full pages of each request, equal where prefixes are."""
+    def page_names(self, *, linked_only: bool = False) -> list[Sequence[int]]:
+        """Names of the full pages of each request, equal where prefixes are. ``linked_only``: none for those that share
+        no prefix with any other."""
         nobody = np.zeros(len(self), dtype=np.int64)
         prefix_of = nobody - 1 if self.prefix_of is None else self.prefix_of
         tokens = nobody if self.prefix_tokens is None else self.prefix_tokens
-        return names_from_links(prefix_of, tokens, self.prompt_tokens + self.output_tokens)
+        linked = prefix_of >= 0
+        linked[prefix_of[linked]] = True
+        if linked_only and not linked.any():
+            return [()] * len(self)
+        names = names_from_links(prefix_of, tokens, self.prompt_tokens + self.output_tokens)
+        return [own if keep or not linked_only else () for own, keep in zip(names, linked.tolist(), strict=True)]
 
     def scaled(self, *, time_scale: float = 1.0, length_scale: float = 1.0, limit: int | None = None) -> Workload:
         """First ``limit`` requests, arrival times and lengths multiplied (2.0 = arrivals half as dense, twice as

@@ -33,8 +33,10 @@ def recorded(policy: str, *, slower: float = 1.0, submit_s: float = 0.0) -> Run:
     run = simulate(work, PolicySpec.parse(policy), LoadedCostModel(MODEL), BetaEffect(12.0, 2.0), CONFIG)
     steps = run.steps
     steps.duration_s[:] *= slower
-    lag_s = submit_s * len(work)
-    steps.start_s[:] = lag_s + np.concatenate([[0.0], np.cumsum(steps.duration_s)[:-1]])
+    now_s = submit_s * len(work)
+    for step, duration_s in enumerate(steps.duration_s.tolist()):  # to the last bit what the next step begins at
+        steps.start_s[step] = now_s
+        now_s += duration_s
     steps.planned_s[:] = steps.start_s
     run.requests.arrival_s[:] = submit_s * np.arange(len(work))
     end_s = steps.start_s + steps.duration_s

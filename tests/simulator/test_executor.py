@@ -15,8 +15,9 @@ from aspire.errors import UsageError
 from aspire.rundir import Run, read_run, write_run
 from aspire.runlog import DRAFT, VERIFY
 from aspire.scheduler import SchedulerConfig
+from aspire_simulator import executor
 from aspire_simulator.acceptance import BetaEffect, ByPosition, Iid, Markov
-from aspire_simulator.executor import Simulation, simulate
+from aspire_simulator.executor import Simulation, may_preempt, simulate
 from aspire_simulator.metrics import latencies, summarize
 from aspire_simulator.oracle import parse_policy
 from aspire_simulator.replaying import replay
@@ -199,3 +200,22 @@ def test_validate_a_run_against_itself_and_against_a_wrong_cost_model(tmp_path: 
     assert check.composition.equal_share == 1.0 and check.passed, check.to_dict()
     slow = LinearCost(base=1.0)
     assert not validate_run(path, slow).passed
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios())
+def test_pages_without_names_change_nothing_where_nobody_is_preempted(scenario: dict[str, Any]) -> None:
+    """Names that no other request has serve a preempted request alone: a simulation without preemption omits them."""
+    scenario["noise"] = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "may_preempt", lambda workload, limits: True)
+        named = simulate(cost_model=LinearCost(), **scenario)
+    if named.requests.preemptions.any():
+        assert may_preempt(scenario["workload"], scenario["config"])
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "may_preempt", lambda workload, limits: False)
+        unnamed = simulate(cost_model=LinearCost(), **scenario)
+    np.testing.assert_array_equal(named.steps.start_s, unnamed.steps.start_s)
+    for name in ("slot", "request", "mode", "committed"):
+        np.testing.assert_array_equal(named.steps.column(name), unnamed.steps.column(name))
