@@ -9,7 +9,10 @@ from aspire.scheduler import Request, RequestState
 from aspire.scheduler.waiting import WaitingQueue
 
 
-@given(st.lists(st.tuples(st.sampled_from(["push", "pop", "end"]), st.integers(0, 3), st.integers(0, 99)), max_size=120))
+OPERATION = st.tuples(st.sampled_from(["push", "pop", "end"]), st.integers(0, 3), st.integers(0, 99))
+
+
+@given(st.lists(OPERATION, max_size=120))
 def test_it_is_a_sorted_list_without_those_that_ended(operations: list[tuple[str, int, int]]) -> None:
     queue, model = WaitingQueue(), []
     for order, (what, priority, which) in enumerate(operations):
