@@ -237,8 +237,8 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
     )
     fitted: Fitted
     if isinstance(base, LaunchModel):
-        graph, eager = (_scaled(part, ratios, model, source) for part in (base.graph, base.eager))
-        fitted = LaunchModel(graph, eager, base.graph_tokens)
+        parts = {name: _scaled(getattr(base, name), ratios, model, source) for name in ("graph", "prompts", "eager")}
+        fitted = replace(base, **parts)
     else:
         fitted = _scaled(base, ratios, model, source)
     return replace(

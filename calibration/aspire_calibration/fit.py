@@ -28,7 +28,9 @@ from aspire_calibration.variables import INDEX
 MIN_CELLS = 12
 EXTREME_SHARE = 0.12  # of the cells, per axis, are extremes
 EXTREME_AXES = ("full_kv_tokens", "sparse_kv_tokens", "query_tokens", "rows")
-EXTREME_WEIGHT = 0.25  # of the error on extremes in the choice of a form; steps beyond the ranges are warned of as well
+# Of the error on extremes in the choice of a form. Small: steps beyond the profiled ranges are warned of as well, and
+# a form with a part for large steps cannot be asked about them without having seen one.
+EXTREME_WEIGHT = 0.1
 TIE = 1.05  # a simpler form is kept unless a later one is better by this factor
 WARN_MAPE = 0.05
 
@@ -194,7 +196,8 @@ def bootstrap_intervals(
         if isinstance(fitted, RampModel):
             slopes.append(mean_slopes(fitted, features))
         elif isinstance(fitted, LaunchModel):
-            slopes.append(mean_slopes(fitted.graph, features) | mean_slopes(fitted.eager, features))
+            parts = (fitted.graph, fitted.prompts, fitted.eager)
+            slopes.append({name: slope for part in parts for name, slope in mean_slopes(part, features).items()})
     low, middle, high = np.percentile(np.stack(predictions), [5, 50, 95], axis=0)
     width = float(np.median((high - low) / np.maximum(middle, 1e-12)))
     out = {"prediction": {"relative_width_p90": width, "resamples": float(resamples)}}

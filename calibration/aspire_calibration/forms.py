@@ -6,7 +6,7 @@
 | linear | every feature its own price, one straight line each |
 | roofline | piecewise linear in GEMM tokens (weights, then compute) and KV tokens (latency, then bandwidth) |
 | staircase | roofline with a deviation for every GEMM size: a larger one may be faster when its kernel is better |
-| launches | graph steps: roofline, context length and verify width; others: the larger of host and device work |
+| launches | decode steps: roofline, context length and verify width; with prompts, without a graph: host or device |
 | stairs | launches with a deviation for every GEMM size of the graphs |
 | overlap | the larger of host work and roofline device work: steps of small models wait for the host |
 | table | linear times an interpolation between measured cells |
@@ -33,7 +33,7 @@ from aspire_calibration.variables import INDEX, variable_rows
 
 LAST_SEGMENT = 4.0  # the last segment of a curve, along which it extrapolates, spans at least this factor
 LAUNCH_FORMS = {
-    "launches": "roofline, context and verify width; steps without a graph apart",
+    "launches": "roofline, context and verify width; steps with prompts and without a graph apart",
     "stairs": "launches with a deviation per GEMM size",
 }
 MIN_PER_KNOT = 3  # distinct sampled values that a segment of a curve must hold

@@ -1,11 +1,12 @@
-"""The launches form: steps replayed as CUDA graphs and steps launched kernel by kernel are priced apart.
+"""The launches form: decode steps, steps with prompts, and steps too large for a CUDA graph are priced apart.
 
-A step with prefill rows, or with more tokens than the largest graph, pays the host for every kernel: it takes the
-larger of the host's launches and the device's work, and fitted together with the others it would bend their curves.
-Decode steps add to the roofline what their launches are chosen by: how long contexts are (not only how many tokens they
-sum to: one long row is slower than many short ones) and how wide the widest verifying row is (attention takes larger
-tiles for wide ones, for all rows). Contexts are means over the rows of a step, so a short row added to long ones may
-lower the price a little. With ``stairs`` every GEMM size of a graph may deviate (`aspire_calibration.staircase`).
+Steps with prompts run other kernels, sized for the longest rows the engine allows, and steps with more tokens than the
+largest graph pay the host for every kernel: both take the larger of the host's launches and the device's work, and
+fitted together with the others they would bend their curves. Decode steps add to the roofline what their launches are
+chosen by: how long contexts are (not only how many tokens they sum to: one long row is slower than many short ones) and
+how wide the widest verifying row is (attention takes larger tiles for wide ones, for all rows). Contexts are means over
+the rows of a step, so a short row added to long ones may lower the price a little. With ``stairs`` every GEMM size of a
+decode step may deviate (`aspire_calibration.staircase`).
 """
 
 from __future__ import annotations
@@ -27,49 +28,59 @@ from aspire_calibration.variables import INDEX, variable_rows
 
 WIDTHS = (1.0, 3.0, 5.0, 9.0)  # query tokens of the widest row beyond which the engine takes wider launches
 TOKEN_KNOTS = (512.0, 2048.0)  # of chunks: GEMMs of few tokens use a GPU badly
-MIN_EAGER = 8  # steps; with fewer a form of their own is not worth having
+MIN_CELLS = 8  # steps; with fewer a part of their own is not worth having
 QUERY, PREFILL = INDEX["query_tokens"], INDEX["prefill_tokens"]
+
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class LaunchModel:
-    """``graph`` prices steps of at most ``graph_tokens`` query tokens without prefill rows, ``eager`` all others."""
+    """``graph`` prices decode steps of at most ``graph_tokens`` query tokens, ``prompts`` steps of at most so many with
+    prefill rows, ``eager`` larger ones."""
 
     graph: RampModel
+    prompts: RampModel
     eager: RampModel
     graph_tokens: float
 
     def seconds(self, features: Floats) -> Floats:
         """[steps] from [len(FEATURES), steps]."""
-        eager = is_eager(features, self.graph_tokens)
-        if not eager.any():
-            return self.graph.seconds(features)
-        if eager.all():
-            return self.eager.seconds(features)
-        return np.where(eager, self.eager.seconds(features), self.graph.seconds(features))
+        prompts, eager = kinds_of(features, self.graph_tokens)
+        out: Floats | None = None
+        for mine, part in ((prompts, self.prompts), (eager, self.eager)):
+            count = np.count_nonzero(mine)
+            if count == len(mine):
+                return part.seconds(features)
+            if count:
+                out = self.graph.seconds(features) if out is None else out
+                out[mine] = part.seconds(features[:, mine])
+        return self.graph.seconds(features) if out is None else out
 
     def to_json(self) -> dict[str, Any]:
         limit = None if self.graph_tokens == np.inf else self.graph_tokens
-        return {
-            "type": "launches",
-            "graph_tokens": limit,
-            "graph": self.graph.to_json(),
-            "eager": self.eager.to_json(),
-        }
+        parts = {name: getattr(self, name).to_json() for name in ("graph", "prompts", "eager")}
+        return {"type": "launches", "graph_tokens": limit, **parts}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LaunchModel:
-        """Inverse of `to_json`; raises `InputError` or `UsageError` for what is not such a model."""
-        check_keys("launches model", data, ("type", "graph_tokens", "graph", "eager"))
+        """Inverse of `to_json`; raises `InputError` or `UsageError` for what is not such a model.
+
+        One without ``prompts`` priced them as eager steps.
+        """
+        check_keys("launches model", data, ("type", "graph_tokens", "graph", "prompts", "eager"))
         limit = np.inf if data["graph_tokens"] is None else float(data["graph_tokens"])
         if not limit > 0:
             raise InputError(f"a launches model needs graph_tokens > 0, got {limit}; calibrate again")
-        return cls(RampModel.from_json(data["graph"]), RampModel.from_json(data["eager"]), limit)
+        eager = RampModel.from_json(data["eager"])
+        prompts = RampModel.from_json(data["prompts"]) if "prompts" in data else eager
+        return cls(RampModel.from_json(data["graph"]), prompts, eager, limit)
 
 
-def is_eager(features: Floats, graph_tokens: float) -> NDArray[np.bool_]:
-    """[steps]: which steps no graph can run."""
-    return np.asarray((features[PREFILL] > 0) | (features[QUERY] > graph_tokens))
+def kinds_of(features: Floats, graph_tokens: float) -> tuple[Mask, Mask]:
+    """([steps], [steps]): which steps have prompts and fit a graph, and which are too large for one."""
+    eager = features[QUERY] > graph_tokens
+    return np.asarray((features[PREFILL] > 0) & ~eager), np.asarray(eager)
 
 
 def launch_terms(roofline: list[Ramp], features: Floats) -> list[Ramp]:
@@ -89,7 +100,7 @@ def launch_terms(roofline: list[Ramp], features: Floats) -> list[Ramp]:
 
 
 def eager_terms(features: Floats) -> tuple[list[Ramp], list[Ramp]]:
-    """(host, device): few terms, because few cells are eager. Launches by kind of row; tokens, contexts, attention."""
+    """(host, device): few terms, because such cells are few. Launches by kind of row; tokens, contexts, attention."""
 
     def some(names: tuple[str, ...]) -> list[str]:
         return [name for name in names if np.any(variable_rows(features, [name]))]
@@ -97,7 +108,7 @@ def eager_terms(features: Floats) -> tuple[list[Ramp], list[Ramp]]:
     kinds = [name for name in some(("draft_rows", "verify_rows", "select_rows")) if np.any(features[INDEX[name]] == 0)]
     device = [Ramp(name) for name in some(("full_kv_tokens", "sparse_kv_tokens", "prefill_pairs", "select_kv_tokens"))]
     host = [Ramp("one"), Ramp("rows"), *map(present, kinds)]
-    return host, [Ramp("one"), *chain("query_tokens", TOKEN_KNOTS), *device]
+    return host, [Ramp("one"), *chain("padded_tokens", TOKEN_KNOTS), *map(present, kinds), *device]
 
 
 def fit_launches(
@@ -109,13 +120,20 @@ def fit_launches(
     *,
     stairs: bool = False,
 ) -> LaunchModel:
-    """Both parts, each to its own steps; with too few steps of one kind, a roofline of all steps serves for it."""
-    eager = is_eager(features, graph_tokens)
+    """Every part to its own steps. Where steps with prompts or without a graph are too few, both are one part; where
+    even these are, or decode steps, a roofline of all steps serves."""
+    prompts, eager = kinds_of(features, graph_tokens)
+    decode = ~prompts & ~eager
+    if min(prompts.sum(), eager.sum()) < MIN_CELLS:
+        prompts = eager = prompts | eager
 
-    def fit(mine: NDArray[np.bool_], fit_part: Callable[[Floats, Floats, Floats | None], RampModel]) -> RampModel:
-        if mine.sum() < MIN_EAGER:
-            return _fit_sum(roofline_terms(features), features, seconds, weights)
-        return fit_part(features[:, mine], seconds[mine], None if weights is None else weights[mine])
+    def fit(mine: Mask, fit_part: Callable[[Floats, Floats, Floats | None], RampModel], name: str) -> RampModel:
+        if mine.sum() < MIN_CELLS:
+            part = _fit_sum(roofline_terms(features), features, seconds, weights)
+        else:
+            part = fit_part(features[:, mine], seconds[mine], None if weights is None else weights[mine])
+        names = (name,) if len(part.names) == 1 else tuple(f"{name} {branch}" for branch in part.names)
+        return replace(part, names=names)
 
     def fit_graph(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
         terms = launch_terms(roofline_terms(features), features)
@@ -124,9 +142,12 @@ def fit_launches(
     def fit_eager(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
         return fit_max(*eager_terms(features), features, seconds, weights)
 
-    graph, without = fit(~eager, fit_graph), fit(eager, fit_eager)
-    names = tuple(f"eager {name}" for name in without.names)
-    return LaunchModel(replace(graph, names=("graph",)), replace(without, names=names), graph_tokens)
+    return LaunchModel(
+        fit(decode, fit_graph, "graph"),
+        fit(prompts, fit_eager, "prompts"),
+        fit(eager, fit_eager, "eager"),
+        graph_tokens,
+    )
 
 
 def _fit_sum(terms: list[Ramp], features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:

@@ -91,7 +91,7 @@ def test_scaling_of_the_launches_form_scales_both_parts():
         calibrate(measured_samples(most=150), forms=["launches"], bootstrap=0), hardware={"name": "NVIDIA H200"}
     )
     fitted, scaled = measured.fitted, scale_from(measured, "h200", "h100").fitted
-    for mine, carried in ((fitted.graph, scaled.graph), (fitted.eager, scaled.eager)):
+    for mine, carried in ((fitted.graph, scaled.graph), (fitted.prompts, scaled.prompts), (fitted.eager, scaled.eager)):
         for term, before, after in zip(mine.branches[0], mine.slopes[0], carried.slopes[0], strict=True):
             if term.variable == "full_kv_tokens":
                 assert after == pytest.approx(before * 4.8 / 3.35)

@@ -211,6 +211,18 @@ def test_launches_prices_steps_without_a_graph_apart():
     assert np.abs(roofline.seconds(features) / seconds - 1).mean() > 0.05
 
 
+def test_prompts_that_fit_a_graph_are_priced_apart_from_those_that_do_not() -> None:
+    features = MATRIX.T
+    prompts, large = features[INDEX["prefill_tokens"]] > 0, features[INDEX["query_tokens"]] > 1024
+    assert min((prompts & ~large).sum(), large.sum()) >= 8
+    tokens = features[INDEX["padded_tokens"]]
+    seconds = np.where(large, 2e-2, np.where(prompts, 2e-3 + 1e-6 * tokens, 1e-3))
+    fitted = forms_named(["launches"], (64, 1024))[0].fit(features, seconds, None)
+    assert np.abs(fitted.seconds(features) / seconds - 1).mean() < 0.01
+    old = {key: value for key, value in fitted.to_json().items() if key != "prompts"}
+    assert fitted_from_json(old).prompts == fitted_from_json(old).eager
+
+
 def test_launches_without_steps_of_one_kind_still_prices_them():
     decode = MATRIX[MATRIX[:, INDEX["prefill_tokens"]] == 0]
     fitted = FORMS["launches"].fit(decode.T, np.full(len(decode), 1e-3), None)
