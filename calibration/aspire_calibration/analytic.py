@@ -237,8 +237,10 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
     )
     fitted: Fitted
     if isinstance(base, LaunchModel):
-        parts = {name: _scaled(getattr(base, name), ratios, model, source) for name in ("graph", "prompts", "eager")}
-        fitted = replace(base, **parts)
+        graph, prompts, eager = (
+            _scaled(part, ratios, model, source) for part in (base.graph, base.prompts, base.eager)
+        )
+        fitted = LaunchModel(graph, prompts, eager, base.graph_tokens)
     else:
         fitted = _scaled(base, ratios, model, source)
     return replace(
