@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from aspire.errors import UsageError
 from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
+from aspire.scheduler.policies.rounds import RoundPrices, plan_round, price_rounds
 from aspire.scheduler.survival import RateTracker, SurvivalModel, best_rate, draft_price, worth_drafting
 
+_MODE_HYSTERESIS = 0.02
 REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
 _TOKENS = FEATURES.index("query_tokens")
 _ONE_TOKEN: Floats = StepFeatures.of(query_tokens=1.0).matrix()
@@ -61,6 +63,7 @@ class Prices:
     Seconds: ``row`` of a draft row of mean reach, ``sparse_token`` and ``context_token`` more for each token that it
     reads beyond the mean, ``token`` of one more verified token, ``shared`` by all. ``ar_rate``: tokens per second of
     the batch without drafts. ``speedup``: of the best common draft length over it, at the acceptance assumed.
+    ``rounds``: prices of rounds in common.
     """
 
     requests: int
@@ -73,6 +76,7 @@ class Prices:
     speedup: float
     mean_sparse: float
     mean_context: float
+    rounds: RoundPrices
 
     def of_drafts(self, view: PolicyView) -> Floats:
         """[n] seconds of one more draft of each request, its share of the step included."""
@@ -105,6 +109,9 @@ def price_batch(view: PolicyView, model: CostModel, acceptance: Floats) -> Price
     tokens = 1.0 + np.concatenate([[0.0], np.cumsum(np.cumprod(acceptance, axis=1).mean(axis=0))])
     rates = count * tokens / (lengths[:, 0] + 1.0) / np.maximum(seconds, 1e-12)
     best = int(np.argmax(rates))
+    plain = replace(typical, select_layer_share=0.0).verify_features().matrix()[0]  # nobody drafts: no page lists
+    plain_s = empty_s + float(model.marginal(view.other, StepFeatures.from_matrix(count * plain)))
+    ar_rate = count / max(plain_s, 1e-12)
 
     share = view.full_layer_share
     reach = np.stack(
@@ -129,10 +136,11 @@ def price_batch(view: PolicyView, model: CostModel, acceptance: Floats) -> Price
         sparse_token=sparse / max(mean_sparse, 1.0),
         context_token=context / max(mean_context, 1.0),
         shared=float(np.clip(seconds[best] - rows_s, 0.0, seconds[best])),
-        ar_rate=float(rates[0]),
-        speedup=float(rates[best] / rates[0]),
+        ar_rate=ar_rate,
+        speedup=float(rates[best]) / ar_rate,
         mean_sparse=mean_sparse,
         mean_context=mean_context,
+        rounds=price_rounds(model, view.other, draft, verify, _ONE_TOKEN, count, tokens, empty_s),
     )
 
 
@@ -154,6 +162,7 @@ class Goodput(Policy):
         self._prices: Prices | None = None
         self._priced_for: tuple[int, float] = (0, 0.0)
         self._age = 0
+        self._common = False  # whether the batch goes in common rounds
         self._model: CostModel | None = None
         self._stretch = 1.0  # measured over predicted seconds, fading
 
@@ -179,7 +188,16 @@ class Goodput(Policy):
         survival = self.survival.survival(view.slots, view.drafted)
         upcoming = self.survival.next_acceptance(view.slots, view.drafted)
         wanted = price * (1.0 + self.params.hysteresis)
-        draft = worth_drafting(survival, upcoming, wanted, rate)
+        if self._common and self._prices is not None:
+            gain = np.where(view.drafted < self.d_max, survival * upcoming[:, 0], 0.0)
+            actions = plan_round(self._prices.rounds, view, gain, rate, self.params.hysteresis)
+            if (actions == Action.DRAFT).any() or (view.drafted > 0).any():
+                self.resting = False
+                self._idle[view.slots] = 0
+                return actions
+            draft = np.zeros(len(fresh), dtype=bool)
+        else:
+            draft = worth_drafting(survival, upcoming, wanted, rate)
         draft |= fresh & (self._idle[view.slots] >= self._patience[view.slots]) & (rate * wanted < 1.0)
         # at once: what comes of this round may be observed only after the next one was planned
         self._idle[view.slots[draft & fresh & view.can_draft]] = 0
@@ -219,8 +237,13 @@ class Goodput(Policy):
         if self._prices is None or batch != self._priced_for or self._age >= REPRICE_STEPS:
             self._prices = price_batch(view, view.cost_model, self._acceptance(view.slots))
             self._priced_for, self._age, self._model = batch, 0, view.cost_model
+            common = self._prices.rounds.rate / self._prices.ar_rate
+            # one step in which all verify beats some verifying in every step, or the other way round
+            self._common = common > self._prices.speedup * (
+                1.0 - _MODE_HYSTERESIS if self._common else 1.0 + _MODE_HYSTERESIS
+            )
             if self._tracker is None:
-                self._tracker = self._started(self._prices.speedup, len(view.slots))
+                self._tracker = self._started(max(common, self._prices.speedup), len(view.slots))
         return self._prices.of_drafts(view), self._prices.ar_rate
 
     def _acceptance(self, slots: Ints) -> Floats:
