@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from aspire.scheduler import Request, RequestState
 from aspire.scheduler.waiting import WaitingQueue
 
-
 OPERATION = st.tuples(st.sampled_from(["push", "pop", "end"]), st.integers(0, 3), st.integers(0, 99))
 
 
