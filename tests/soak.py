@@ -35,7 +35,7 @@ from aspire.evidence import write_evidence
 POLICIES = ("autoregressive", "fixed:g=3", "fixed:g=7", "staggered:g=4", "aspire:cost_ratio=0.3", "fsm")
 POLICIES += ("goodput:cost_ratio=0.3",)
 SELECTORS = ("window", "verify", "verify-per-layer", "refresh", "refresh-per-layer")
-FP32_TIE, BF16_TIE = 1e-5, 0.3
+FP32_TIE, BF16_TIE = 1e-5, 0.8
 SMALL_BUDGET = {"budget_ratio": 0.3, "min_pages": 3, "sinks": 1, "recent": 2}
 
 
