@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aspire.engine.step_input import Shape, StepInput, count_samples, host_buffer
-from aspire.scheduler import Mode, StepPlan
+from aspire.engine.step_input import Shape, StepInput, host_buffer
+from aspire.scheduler import StepPlan
 
 if TYPE_CHECKING:
     from aspire.engine.runner import ModelRunner, StepBounds, StepResult
@@ -124,8 +124,8 @@ class GraphCache:
         """Padded sizes. Steps with prompt chunks are all padded to the same rows, since so many other sizes differ."""
         limit = self._runner.config.max_num_seqs
         tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
-        if (plan.modes == Mode.PREFILL).any():
-            samples = limit if count_samples(plan) <= limit else tokens
+        if plan.num_prefills:
+            samples = limit if plan.num_samples <= limit else tokens
             return Shape(tokens, limit, samples, _PAGES_PER_ROW * limit + _PROMPT_PAGES)
         rows = int(self._row_buckets[np.searchsorted(self._row_buckets, plan.num_rows)])
         return Shape(tokens, rows, tokens, _PAGES_PER_ROW * rows)

@@ -37,7 +37,6 @@ from aspire.scheduler import (
     MAX_DRAFT,
     CostModel,
     FinishReason,
-    Mode,
     PolicySpec,
     Request,
     Scheduler,
@@ -241,7 +240,7 @@ class LLMEngine:
         self._streams = stream
         if self._flight or self.begin_step():
             # penalties and min_tokens are worked out on the host, from the tokens of the step before
-            if self.scheduler_config.async_scheduling and not self.sequences.edits.any():
+            if self.scheduler_config.async_scheduling and not np.count_nonzero(self.sequences.edits):
                 self.begin_step()
             self._ready += self.end_step()
         if not self.scheduler.has_work:
@@ -276,7 +275,8 @@ class LLMEngine:
             outcome, committed = outcome_of(plan, result, alive, self.sequences, self._live)
             end = self.clock()
             outcome = replace(outcome, seconds=end - start)
-            self._note_first_tokens(plan, outcome.committed, end)
+            if plan.num_prefills:  # no other row yields the first token of its request
+                self._note_first_tokens(plan, outcome.committed, end)
             if self._margins is not None:
                 before = self.scheduler.slots.generated[plan.slots]
                 found = (outcome.committed, result.sample_start, result.margin.copy())
@@ -289,6 +289,8 @@ class LLMEngine:
         if self._recording:
             self._later.append(partial(log_step, self._log, plan, outcome, step.owner, start, ended, step.planned_s))
         self._last_end = end if self.scheduler.has_work else None
+        if not finished and not self._streams:
+            return []
         wanted = ended | (outcome.committed > 0) if self._streams else ended
         return [self._emit(plan.requests[row], bool(ended[row]), end) for row in np.flatnonzero(wanted).tolist()]
 
@@ -315,7 +317,9 @@ class LLMEngine:
 
     def _place(self, plan: StepPlan, now: float) -> None:
         """Tokens and sampling parameters of requests that entered a slot with this step."""
-        for row in np.flatnonzero(plan.modes == Mode.PREFILL).tolist():
+        if not plan.num_prefills:
+            return
+        for row in np.flatnonzero(~(plan.draft | plan.verify)).tolist():
             live, slot = self._live[plan.requests[row]], int(plan.slots[row])
             if self.sequences.owner[slot] != live.number:
                 stops = () if live.params.ignore_eos else self.loaded.config.eos_token_ids
@@ -336,7 +340,7 @@ class LLMEngine:
         """The output of a request as it stands; a finished one leaves the engine."""
         live = self._live[request_id]
         slot = self.scheduler.slot_of(request_id)
-        tokens = self._tokens_of(live)[live.request.prompt_tokens :]
+        tokens = self._output_of(live)
         logprob = live.cumulative_logprob if slot is None else float(self.sequences.cumulative_logprob[slot])
         if finished:
             live.metrics.finish_s = end
@@ -345,18 +349,20 @@ class LLMEngine:
         synthetic = self._synthetic is not None or self.loaded.synthetic
         return live.output(tokens, logprob, finished=finished, synthetic=synthetic, lossy=self.config.lossy)
 
-    def _tokens_of(self, live: LiveRequest) -> list[int]:
-        """Prompt and committed output of a waiting or running request."""
-        slot = self.scheduler.slot_of(live.request.request_id)
+    def _output_of(self, live: LiveRequest) -> list[int]:
+        """Committed output of a waiting or running request."""
+        slot, prompt = self.scheduler.slot_of(live.request.request_id), live.request.prompt_tokens
         if slot is None or self.sequences.owner[slot] != live.number:
-            return live.token_ids
-        return [int(token) for token in self.sequences.tokens[slot, : self.sequences.known[slot]]]
+            return live.token_ids[prompt:]
+        tokens: list[int] = self.sequences.tokens[slot, prompt : self.sequences.known[slot]].tolist()
+        return tokens
 
     def _released(self, slot: int, request: Request) -> None:
         """A request left its slot: keep its tokens; nothing of it may be read there any more."""
         live = self._live.get(request.request_id)
         if live is not None and self.sequences.owner[slot] == live.number:
-            live.token_ids = self.sequences.tokens[slot, : request.prompt_tokens + request.generated].tolist()
+            prompt, known = request.prompt_tokens, request.prompt_tokens + request.generated
+            live.token_ids = live.token_ids[:prompt] + self.sequences.tokens[slot, prompt:known].tolist()
             live.cumulative_logprob = float(self.sequences.cumulative_logprob[slot])
             if self.config.enable_prefix_caching:
                 request.page_hashes = page_hashes(live.token_ids, request.page_hashes)

@@ -20,7 +20,7 @@ class MarginLog:
         request: Ints,  # [rows] number of each row's request
         first: Ints,  # [rows] output tokens that it had before
         counts: Ints,  # [rows] tokens committed
-        sample_start: NDArray[np.int32],  # [rows] place of the row's first sample
+        sample_start: NDArray[np.int64],  # [rows] place of the row's first sample
         margin: Singles,  # [samples]
     ) -> None:
         """Note the tokens that a step committed."""

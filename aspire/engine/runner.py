@@ -15,10 +15,10 @@ from aspire.engine.kv_pool import KVPool
 from aspire.engine.logit_edits import LogitEdits
 from aspire.engine.selectors import PageLists
 from aspire.engine.sequences import SAMPLING_COLUMNS, Sequences
-from aspire.engine.step_input import Shape, StepInput, count_samples, host_buffer
+from aspire.engine.step_input import Shape, StepInput, host_buffer
 from aspire.errors import EngineError
 from aspire.models import Decoder, rope_tables
-from aspire.scheduler import PAGE_TOKENS, Mode, SchedulerConfig, SelectorSpec, StepPlan
+from aspire.scheduler import PAGE_TOKENS, SchedulerConfig, SelectorSpec, StepPlan
 from aspire.scheduler.pages import PageTable
 from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows, SlotState
 
@@ -42,23 +42,33 @@ class StepBounds:
         """The bounds of ``plan``, exactly but for `StepPlan.slack`."""
         reads_list = plan.sparse
         kv = plan.start + plan.query_tokens + plan.slack
-        # one page more may be listed where a verification in flight commits up to the slack
-        sparse = ((plan.sel_count - plan.tail_page + (plan.slack > 0)) * PAGE_TOKENS + kv)[reads_list]
-        full_q = plan.query_tokens[~reads_list]
+        max_q, max_kv = (1 if plan.single else int(plan.query_tokens.max())), int(kv.max())
+        lists = int(np.count_nonzero(reads_list))
+        max_full_kv = max_sparse_kv = max_verify_q = 0
+        if lists:
+            # one page more may be listed where a verification in flight commits up to the slack
+            sparse = (plan.sel_count - plan.tail_page + (plan.slack > 0)) * PAGE_TOKENS + kv
+            max_sparse_kv = int((sparse if lists == len(kv) else sparse[reads_list]).max())
+        if lists < len(kv):
+            max_full_kv = int(kv[~reads_list].max()) if lists else max_kv
+            max_verify_q = max_q  # of full rows, since a row that drafts has one query token
+            if plan.lossy or max_q > MAX_VERIFY_QUERIES:
+                full_q = plan.query_tokens[~reads_list]
+                max_verify_q = int(full_q[full_q <= MAX_VERIFY_QUERIES].max(initial=0))
         return cls(
-            max_q=int(plan.query_tokens.max()),
-            max_verify_q=int(full_q[full_q <= MAX_VERIFY_QUERIES].max(initial=0)),
-            max_full_kv=int(kv[~reads_list].max(initial=0)),
-            max_sparse_kv=int(sparse.max(initial=0)),
-            max_kv=int(kv.max()),
-            any_selects=plan.selects and bool((plan.samples & (plan.modes != Mode.DRAFT)).any()),
+            max_q=max_q,
+            max_verify_q=max_verify_q,
+            max_full_kv=max_full_kv,
+            max_sparse_kv=max_sparse_kv,
+            max_kv=max_kv,
+            any_selects=plan.selects and bool(np.count_nonzero(plan.finds)),
         )
 
     @classmethod
     def for_graph(cls, plan: StepPlan, max_model_len: int, tokens: int) -> StepBounds:
         """Bounds of a step of ``tokens`` padded query tokens rounded up, so that few graphs serve all steps."""
         exact = cls.of(plan)
-        if exact.max_q > MAX_VERIFY_QUERIES or (plan.modes == Mode.PREFILL).any():
+        if exact.max_q > MAX_VERIFY_QUERIES or plan.num_prefills:
             return cls(
                 max_q=tokens,
                 max_verify_q=min(tokens, MAX_VERIFY_QUERIES),
@@ -95,7 +105,7 @@ class StepResult:
     margin: NDArray[np.float32]  # [samples]
     logprob: NDArray[np.float32]  # [samples] of the raw logits; NaN where the logits are not finite
     accepted: NDArray[np.int32]  # [rows]
-    sample_start: NDArray[np.int32]  # [rows]
+    sample_start: NDArray[np.int64]  # [rows]
     top_logprobs: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None  # [samples, k] values and tokens
 
 
@@ -195,7 +205,7 @@ class ModelRunner:
         top = int(self._sequences.logprobs[plan.slots].max(initial=-1))
         if self._graphs is not None and edits.empty and top < 0 and self._graphs.fits(plan):
             return self._graphs.launch(plan, forced)
-        samples = max(1, count_samples(plan))  # an unfinished prefill samples nothing; one row keeps the shapes simple
+        samples = max(1, plan.num_samples)  # an unfinished prefill samples nothing; one row keeps the shapes simple
         shape = Shape(plan.num_query_tokens, plan.num_rows, samples, len(plan.new_pages))
         host, view = host_buffer(shape.size, self.device.type == "cuda")
         self.fill(StepInput(shape, view), plan, forced)
@@ -289,16 +299,13 @@ class ModelRunner:
         best: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None,
     ) -> StepResult:
         """Split the packed results of ``plan``, padded to ``samples`` samples."""
-        rows = plan.num_rows
-        count = count_samples(plan)
-        verify = plan.modes == Mode.VERIFY
-        sampled = np.where(verify, plan.query_tokens, plan.samples)
+        rows, count = plan.num_rows, plan.num_samples
         return StepResult(
             tokens=packed[:count],
             margin=packed[samples : samples + count].view(np.float32),
             logprob=packed[2 * samples : 2 * samples + count].view(np.float32),
             accepted=packed[3 * samples : 3 * samples + rows],
-            sample_start=(np.cumsum(sampled) - sampled).astype(np.int32),
+            sample_start=plan.sample_start,
             top_logprobs=best,
         )
 

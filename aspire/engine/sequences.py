@@ -29,6 +29,7 @@ class Sequences:
         self.prompt_tokens = np.zeros(max_slots, dtype=np.int64)
         self.min_known = np.zeros(max_slots, dtype=np.int64)  # stops are banned below this length
         self.stops = np.full((max_slots, _STOP_WIDTH), -1, dtype=np.int32)
+        self.stoppable = np.zeros(max_slots, dtype=bool)  # some stop is set
         self.sampling = {name: np.zeros(max_slots, dtype=kind) for name, kind in SAMPLING_COLUMNS.items()}
         self.params: list[SamplingParams | None] = [None] * max_slots
         self.edits = np.zeros(max_slots, dtype=bool)  # penalties or min_tokens
@@ -62,6 +63,7 @@ class Sequences:
             column[slot] = value
         self.params[slot] = params
         self.owner[slot] = owner
+        self.stoppable[slot] = bool(stops)
         self.edits[slot] = params.edits_logits
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self.changed.append(slot)
@@ -70,23 +72,31 @@ class Sequences:
         """Nothing of the request in ``slot`` may be read from now on."""
         self.params[slot] = None
         self.owner[slot] = -1
-        self.edits[slot] = self.watched[slot] = False
+        self.edits[slot] = self.watched[slot] = self.stoppable[slot] = False
         self.logprobs[slot] = -1
 
     def cut_at_stops(
         self, slots: NDArray[np.int64], committed: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """``(count, stopped)`` [rows]: tokens of ``committed`` [rows, width] (-1 = none) up to the first stop."""
-        taken = (committed >= 0).sum(axis=1)
-        is_stop = (committed[:, :, None] == self.stops[slots][:, None, :]).any(axis=2) & (committed >= 0)
+        given = committed >= 0
+        taken = given.sum(axis=1)
+        if not np.count_nonzero(self.stoppable):
+            return taken, np.zeros(len(slots), dtype=bool)
+        is_stop = (committed[:, :, None] == self.stops[slots][:, None, :]).any(axis=2) & given
+        if not np.count_nonzero(is_stop):
+            return taken, is_stop[:, 0]
         # a token at index i makes the request known + i + 1 tokens long; min_tokens counts the stop's predecessors
         is_stop &= self.known[slots][:, None] + np.arange(committed.shape[1]) >= self.min_known[slots][:, None]
         stopped = is_stop.any(axis=1)
         return np.where(stopped, is_stop.argmax(axis=1) + 1, taken), stopped
 
     def append(self, slots: NDArray[np.int64], committed: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
-        """Add the first ``counts`` tokens of each row of ``committed`` to what the slots know."""
-        within = np.arange(committed.shape[1])[None, :] < counts[:, None]
-        row, column = np.nonzero(within)
-        self.tokens[slots[row], self.known[slots[row]] + column] = committed[row, column]
-        self.known[slots] += counts
+        """Add the first ``counts`` tokens, one at least, of each row of ``committed`` to what the slots know."""
+        known = self.known[slots]
+        if committed.shape[1] == 1:
+            self.tokens[slots, known] = committed[:, 0]
+        else:
+            row, column = (np.arange(committed.shape[1]) < counts[:, None]).nonzero()
+            self.tokens[slots[row], known[row] + column] = committed[row, column]
+        self.known[slots] = known + counts

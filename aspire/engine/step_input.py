@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aspire.engine.sequences import Sequences
-from aspire.scheduler import Mode, StepPlan
+from aspire.scheduler import StepPlan
 from aspire_kernels import StepRows
 
 TOKEN_FIELDS = ("token_ids", "token_row")
@@ -31,6 +31,7 @@ ROW_FIELDS = (
 )
 SAMPLE_FIELDS = ("logit_row", "sample_slot")
 PAGE_FIELDS = ("page_slot", "page_logical", "page_physical")  # new block-table entries; padded ones go to a spare row
+_ROW_PADDING = np.array([[-1 if name.startswith("mass") else 0] for name in ROW_FIELDS], dtype=np.int32)
 _STATE_FIELDS = tuple(field.name for field in fields(StepRows))
 
 
@@ -72,6 +73,10 @@ class StepInput:
             for name in names:
                 self._views[name] = buffer[offset : offset + length]
                 offset += length
+        first = len(TOKEN_FIELDS) * shape.tokens
+        self._rows = buffer[first : first + len(ROW_FIELDS) * shape.rows].reshape(len(ROW_FIELDS), shape.rows)
+        # tokens, rows, samples, pages that are not known to be padding
+        self._filled = (shape.tokens, shape.rows, shape.samples, shape.pages)
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -97,61 +102,88 @@ class StepInput:
 
         ``forced`` [rows]: drafts to accept in place of what the tokens say.
         """
-        view = self._views
-        rows, tokens = plan.num_rows, plan.num_query_tokens
-        query = plan.query_tokens
-        starts = np.cumsum(query) - query
-        owner = np.repeat(np.arange(rows), query)
+        view, rows, tokens, count = self._views, plan.num_rows, plan.num_query_tokens, plan.num_samples
+        new = len(plan.new_pages)
+        self._clear_padding(tokens, rows, count, new, spare_slot)
+        query, slots = plan.query_tokens, plan.slots
+        if plan.single:
+            starts = owner = np.arange(rows)
+            view["logit_row"][:count] = owner
+            view["sample_slot"][:count] = slots
+        else:
+            starts = np.cumsum(query) - query
+            owner = np.repeat(np.arange(rows), query)
+            if count == tokens:
+                view["logit_row"][:count] = np.arange(count)
+                view["sample_slot"][:count] = slots[owner]
+            else:
+                source = np.repeat(np.arange(rows), plan.sampled)
+                # the last `sampled` query tokens of a row are those that yield tokens
+                last = starts + query - plan.sampled - plan.sample_start
+                view["logit_row"][:count] = last[source] + np.arange(count)
+                view["sample_slot"][:count] = slots[source]
         view["token_row"][:tokens] = owner
-        view["token_row"][tokens:] = -1
-        draft, verify = plan.modes == Mode.DRAFT, plan.modes == Mode.VERIFY
-        prefill = ~(draft | verify)
-        if prefill.any():
-            given = prefill[owner]
+        if plan.num_prefills:
+            given = ~(plan.draft | plan.verify)[owner]
             at = owner[given]
             positions = plan.start[at] + np.flatnonzero(given) - starts[at]
-            view["token_ids"][:tokens][given] = sequences.tokens[plan.slots[at], positions]
-        sparse = plan.sparse
-        finds = plan.samples & ~draft
-        sampled = np.where(verify, query, plan.samples)
-        sample_start = np.cumsum(sampled) - sampled
-        chosen = finds & selects
-        columns = {
-            "row_slot": plan.slots,
-            "q_start": starts,
-            "q_len": query,
-            "first": np.where(plan.slack > 0, -1, plan.start),
-            "pending_at": np.where(draft, plan.drafted, np.where(verify, 0, -1)),
-            "drafting": draft,
-            "sparse": sparse,
-            "drafted": np.where(verify, plan.drafted, 0),
-            "sample_start": sample_start,
-            "finds": finds,
-            "forced": -1 if forced is None else forced,
-            "mass_first": np.where(chosen, np.where(verify, 0, query - 1), -1),
-            "mass_last": np.where(chosen & verify & (query > 1), query - 1, -1),
-            "mass_draft": np.where(sparse, 0, -1),
-        }
-        for name in ROW_FIELDS:
-            view[name][:rows] = columns[name]
-            view[name][rows:] = -1 if name.startswith("mass") else 0
-        count = int(sampled.sum())
-        source = np.repeat(np.arange(rows), sampled)
-        # the last `sampled` query tokens of a row are those that yield tokens
-        view["logit_row"][:count] = (starts + query - sampled)[source] + np.arange(count) - sample_start[source]
-        view["sample_slot"][:count] = plan.slots[source]
-        for name in SAMPLE_FIELDS:
-            view[name][count:] = 0
-        new = len(plan.new_pages)
-        for column, (name, padding) in enumerate(zip(PAGE_FIELDS, (spare_slot, 0, 0), strict=True)):
-            view[name][:new] = plan.new_pages[:, column]
-            view[name][new:] = padding
+            view["token_ids"][:tokens][given] = sequences.tokens[slots[at], positions]
+        view["row_slot"][:rows] = slots
+        view["q_start"][:rows] = starts
+        view["q_len"][:rows] = query
+        view["first"][:rows] = plan.start
+        if np.count_nonzero(plan.slack):
+            view["first"][:rows][plan.slack > 0] = -1
+        view["sample_start"][:rows] = plan.sample_start
+        view["finds"][:rows] = plan.finds
+        view["forced"][:rows] = -1 if forced is None else forced
+        self._fill_modes(plan, selects)
+        if new:
+            for column, name in enumerate(PAGE_FIELDS):
+                view[name][:new] = plan.new_pages[:, column]
 
+    def _fill_modes(self, plan: StepPlan, selects: bool) -> None:
+        """The fields of rows that depend on whether they draft, verify or prefill."""
+        view, rows = self._views, plan.num_rows
+        view["sparse"][:rows] = plan.sparse
+        if plan.num_drafts == rows:
+            view["pending_at"][:rows] = plan.drafted
+            view["drafting"][:rows] = 1
+            view["drafted"][:rows] = 0
+            view["mass_first"][:rows] = view["mass_last"][:rows] = -1
+            view["mass_draft"][:rows] = 0
+            return
+        draft, verify, query = plan.draft, plan.verify, plan.query_tokens
+        pending = plan.drafted * draft
+        view["drafted"][:rows] = (plan.drafted - pending) * verify if plan.num_prefills else plan.drafted - pending
+        view["pending_at"][:rows] = np.where(draft | verify, pending, -1) if plan.num_prefills else pending
+        view["drafting"][:rows] = draft
+        if not selects:
+            view["mass_first"][:rows] = view["mass_last"][:rows] = -1
+        elif plan.num_prefills:
+            view["mass_first"][:rows] = np.where(plan.finds, np.where(verify, 0, query - 1), -1)
+            view["mass_last"][:rows] = np.where(verify & (query > 1), query - 1, -1)
+        else:
+            view["mass_first"][:rows] = plan.finds
+            view["mass_first"][:rows] -= 1
+            view["mass_last"][:rows] = np.where(query > 1, query - 1, -1)
+        view["mass_draft"][:rows] = plan.sparse
+        view["mass_draft"][:rows] -= 1
 
-def count_samples(plan: StepPlan) -> int:
-    """Tokens that a step samples: one a draft, drafts + 1 a verification, one a finished prefill."""
-    verify = plan.modes == Mode.VERIFY
-    return int(np.where(verify, plan.query_tokens, plan.samples).sum())
+    def _clear_padding(self, tokens: int, rows: int, samples: int, pages: int, spare_slot: int) -> None:
+        """Make padding of what the fill before wrote beyond these sizes."""
+        view, (old_tokens, old_rows, old_samples, old_pages) = self._views, self._filled
+        if tokens < old_tokens:
+            view["token_row"][tokens:old_tokens] = -1
+        if rows < old_rows:
+            self._rows[:, rows:old_rows] = _ROW_PADDING
+        if samples < old_samples:
+            for name in SAMPLE_FIELDS:
+                view[name][samples:old_samples] = 0
+        if pages < old_pages:
+            for name, padding in zip(PAGE_FIELDS, (spare_slot, 0, 0), strict=True):
+                view[name][pages:old_pages] = padding
+        self._filled = (tokens, rows, samples, pages)
 
 
 def host_buffer(size: int, pinned: bool) -> tuple[Tensor, np.ndarray]:

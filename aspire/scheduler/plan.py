@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,10 @@ class Mode(IntEnum):
     PREFILL = 1  # tokens that the request brought, from the host
     DRAFT = 2
     VERIFY = 3
+
+
+# plain numbers: an attribute of an IntEnum costs as much as a small numpy operation
+_DRAFT, _VERIFY = int(Mode.DRAFT), int(Mode.VERIFY)
 
 
 @dataclass(frozen=True)
@@ -57,16 +62,64 @@ class StepPlan:
         """Rows in the step."""
         return len(self.slots)
 
-    @property
+    @cached_property
     def num_query_tokens(self) -> int:
         """Tokens through the GEMMs, before padding."""
-        return int(self.query_tokens.sum())
+        return int(np.add.reduce(self.query_tokens))
+
+    # What follows is asked for several times a step and never changes: `Scheduler.update` touches none of its sources.
+
+    @cached_property
+    def draft(self) -> NDArray[np.bool_]:
+        """Mask [rows] of the rows that draft."""
+        return np.asarray(self.modes == _DRAFT)
+
+    @cached_property
+    def verify(self) -> NDArray[np.bool_]:
+        """Mask [rows] of the rows that verify a draft of any length, 0 included."""
+        return np.asarray(self.modes == _VERIFY)
+
+    @cached_property
+    def finds(self) -> NDArray[np.bool_]:
+        """Mask [rows] of the rows that find tokens of the output: verifications and prompts that end."""
+        return self.samples & ~self.draft if self.num_drafts else self.samples
+
+    @cached_property
+    def num_drafts(self) -> int:
+        """Rows that draft."""
+        return int(np.count_nonzero(self.draft))
+
+    @cached_property
+    def num_prefills(self) -> int:
+        """Rows with tokens of a prompt."""
+        return self.num_rows - self.num_drafts - int(np.count_nonzero(self.verify))
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every row has one query token and samples one token: each drafts or decodes autoregressively."""
+        return self.num_query_tokens == self.num_rows and not self.num_prefills
+
+    @cached_property
+    def sampled(self) -> Ints:
+        """[rows] tokens that each row samples: one a draft, drafts + 1 a verification, one a finished prefill."""
+        if not self.num_prefills:
+            return self.query_tokens
+        return np.where(self.verify, self.query_tokens, self.samples)
+
+    @cached_property
+    def sample_start(self) -> Ints:
+        """[rows] place of each row's first sample among all."""
+        return np.asarray(np.arange(self.num_rows) if self.single else np.cumsum(self.sampled) - self.sampled)
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Tokens that the step samples."""
+        return self.num_query_tokens if not self.num_prefills else int(np.add.reduce(self.sampled))
 
     @property
     def sparse(self) -> NDArray[np.bool_]:
         """Mask [rows] of the rows that read their page lists."""
-        draft = self.modes == Mode.DRAFT
-        return np.asarray(draft | (self.modes == Mode.VERIFY) if self.lossy else draft)
+        return self.draft | self.verify if self.lossy else self.draft
 
     def rows_of(self, mode: Mode) -> NDArray[np.bool_]:
         """Mask [rows] of the rows in ``mode``."""
