@@ -319,7 +319,7 @@ class LLMEngine:
         """Tokens and sampling parameters of requests that entered a slot with this step."""
         if not plan.num_prefills:
             return
-        for row in np.flatnonzero(~(plan.draft | plan.verify)).tolist():
+        for row in np.flatnonzero(plan.prefill).tolist():
             live, slot = self._live[plan.requests[row]], int(plan.slots[row])
             if self.sequences.owner[slot] != live.number:
                 stops = () if live.params.ignore_eos else self.loaded.config.eos_token_ids

@@ -124,7 +124,7 @@ class StepInput:
                 view["sample_slot"][:count] = slots[source]
         view["token_row"][:tokens] = owner
         if plan.num_prefills:
-            given = ~(plan.draft | plan.verify)[owner]
+            given = plan.prefill[owner]
             at = owner[given]
             positions = plan.start[at] + np.flatnonzero(given) - starts[at]
             view["token_ids"][:tokens][given] = sequences.tokens[slots[at], positions]

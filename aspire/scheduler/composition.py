@@ -7,55 +7,61 @@ from numpy.typing import NDArray
 
 from aspire.scheduler.features import StepFeatures
 from aspire.scheduler.plan import Mode
-from aspire.scheduler.slots import Slots
+from aspire.scheduler.slots import SlotRows, Slots
 
 Ints = NDArray[np.int64]
 _PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
 
 
 def features_of_rows(
-    slots: Slots,
-    rows: Ints,  # [n] slots, as all arrays here
+    state: SlotRows,  # of the rows; [n], as all arrays here
     modes: Ints,
     query: Ints,
     start: Ints,
     selecting: NDArray[np.bool_],  # rows that get page lists in this step
     *,
+    tokens: int,  # sum of ``query``
+    prefills: int,  # rows with tokens of a prompt
     page_tokens: int,
     padded_tokens: int,
     full_layer_share: float,
     select_layer_share: float,
 ) -> StepFeatures:
-    """Features (0-d) of the step in which ``rows`` put ``query`` tokens at ``start`` through the model."""
+    """Features (0-d) of the step in which the rows put ``query`` tokens at ``start`` through the model."""
     context = start + query
-    drafting, prompts = (modes == _DRAFT).nonzero()[0], (modes == _PREFILL).nonzero()[0]
-    drafts, prefills = len(drafting), len(prompts)
-    tokens, full = int(query.sum()), int(context.sum())
+    rows, full = len(modes), int(np.add.reduce(context))
+    drafting = modes == _DRAFT
+    drafts = int(np.count_nonzero(drafting))
     sparse, draft_full, width = 0, 0.0, 0
     if drafts:
-        read, at = int(context[drafting].sum()), rows[drafting]
-        sparse = int((slots.sel_count[at] - slots.tail_page[at]).sum()) * page_tokens + read
+        shift = state.sel_count - state.tail_page
+        if drafts == rows:
+            read, pages = full, int(np.add.reduce(shift))
+        else:
+            read, pages = int(np.add.reduce(context[drafting])), int(np.add.reduce(shift[drafting]))
+        sparse = pages * page_tokens + read
         full -= read
         draft_full = full_layer_share * float(read)
-    if drafts + prefills < len(rows):
+    if drafts + prefills < rows:
         verifying = query if not prefills else query[modes == _VERIFY]
-        width = int(verifying.max())  # a draft row has one query token
+        width = 1 if tokens == rows else int(verifying.max())  # a draft row has one query token
     choosing, choosing_kv = int(np.count_nonzero(selecting)), 0
     if choosing:
-        choosing_kv = int(context[selecting].sum())
-    return StepFeatures.of(
-        rows=float(len(rows)),
-        query_tokens=float(tokens),
-        padded_tokens=float(padded_tokens),
-        draft_rows=float(drafts),
-        verify_rows=float(len(rows) - drafts - prefills),
-        sparse_kv_tokens=float((1.0 - full_layer_share) * sparse),
-        full_kv_tokens=float(full + draft_full),
-        prefill_tokens=float(query[prompts].sum()) if prefills else 0.0,
-        prefill_qkv=float((query * context)[prompts].sum()) if prefills else 0.0,
-        select_kv_tokens=select_layer_share * choosing_kv + draft_full,
-        select_rows=float(choosing + (drafts if full_layer_share else 0)),
-        verify_width=float(width),
+        choosing_kv = int(np.add.reduce(context if choosing == rows else context[selecting]))
+    prompts = (modes == _PREFILL).nonzero()[0] if prefills else None
+    return StepFeatures.of_step(
+        rows,
+        tokens,
+        padded_tokens,
+        drafts,
+        rows - drafts - prefills,
+        (1.0 - full_layer_share) * sparse,
+        full + draft_full,
+        0.0 if prompts is None else float(query[prompts].sum()),
+        0.0 if prompts is None else float((query * context)[prompts].sum()),
+        select_layer_share * choosing_kv + draft_full,
+        choosing + (drafts if full_layer_share else 0),
+        width,
     )
 
 

@@ -52,6 +52,11 @@ class StepFeatures:
             columns[_PLACE[name]] = value
         return cls.from_columns(columns)
 
+    @classmethod
+    def of_step(cls, *values: float) -> StepFeatures:
+        """Features (0-d) of one step from all ``values``, in the order of `FEATURES`."""
+        return cls.from_columns(np.array(values, dtype=np.float64))
+
     def columns(self) -> Floats:
         """[len(FEATURES), ...]: the features in the order of `FEATURES`."""
         whole: Floats | None = self.__dict__.get("_columns")

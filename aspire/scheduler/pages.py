@@ -49,7 +49,7 @@ class PageTable:
     def missing(self, slots: Ints, pages: Ints) -> int:
         """Pages that `grow` would take."""
         short = pages - self.held[slots]
-        return int(short[short > 0].sum())
+        return int(np.add.reduce(np.maximum(short, 0)))
 
     def grow(self, slots: Ints, pages: Ints) -> Ints:
         """Let each of ``slots`` hold at least ``pages`` pages; returns new entries [n, 3]: slot, logical, physical.

@@ -80,6 +80,11 @@ class StepPlan:
         return np.asarray(self.modes == _VERIFY)
 
     @cached_property
+    def prefill(self) -> NDArray[np.bool_]:
+        """Mask [rows] of the rows with tokens of a prompt."""
+        return np.asarray(~(self.draft | self.verify))
+
+    @cached_property
     def finds(self) -> NDArray[np.bool_]:
         """Mask [rows] of the rows that find tokens of the output: verifications and prompts that end."""
         return self.samples & ~self.draft if self.num_drafts else self.samples

@@ -7,6 +7,7 @@ verifications may commit (`Slots.slack`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,9 +20,9 @@ from aspire.scheduler.config import SchedulerConfig
 from aspire.scheduler.features import CostModel, StepFeatures
 from aspire.scheduler.pages import PageTable
 from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
-from aspire.scheduler.policies import Action, Feedback, PolicySpec, PolicyView
+from aspire.scheduler.policies import MAX_DRAFT, Action, Feedback, Policy, PolicySpec, PolicyView
 from aspire.scheduler.request import FinishReason, Request, RequestState
-from aspire.scheduler.slots import Slots
+from aspire.scheduler.slots import SlotRows, Slots
 from aspire.scheduler.waiting import WaitingQueue
 
 Ints = NDArray[np.int64]
@@ -30,6 +31,9 @@ Ints = NDArray[np.int64]
 _PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
 _ACT_DRAFT, _ACT_VERIFY, _ACT_WAIT = int(Action.DRAFT), int(Action.VERIFY), int(Action.WAIT)
 _EVERY = slice(None)
+_Rows = slice | NDArray[np.bool_]  # a mask, or everyone
+_NOBODY: Ints = np.empty(0, dtype=np.int64)
+_NO_PAGES: Ints = np.empty((0, 3), dtype=np.int64)
 _NOTHING = StepFeatures.zeros()
 _NONE, _LENGTH, _ERROR = int(FinishReason.NONE), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
@@ -69,9 +73,10 @@ class Scheduler:
         self._on_release = on_release
         self._new_pages: list[Ints] = []  # block-table entries not yet handed to an executor
         self._in_flight: list[StepPlan] = []  # planned, outcome not known
+        self._everyone: tuple[str, ...] | None = None  # ids of all who run, in slot order, once asked for
         self._step = 0
         self._arrived = self._finished = self._rejected = 0
-        self._buckets = np.array(sorted(config.graph_buckets), dtype=np.int64)
+        self._buckets = sorted(config.graph_buckets)
         self.set_policy(policy)
 
     # ---- requests in and out -------------------------------------------------------------------------------------
@@ -101,8 +106,12 @@ class Scheduler:
         # a verification computes page mass in every layer, in the one that chooses, or in none
         mass_layers = layers if selector.per_layer else len(full_layers) or int(selector.needs_mass)
         self.select_layer_share = mass_layers / layers if built.drafts or self.config.lossy else 0.0
+        # by pages of committed KV; a step may put a draft beyond the longest context
+        places = np.arange(0, self.config.max_model_len + 2 * MAX_DRAFT + 2, self.config.block_size)
+        self._lists = np.stack(selector.geometry(places)) if built.drafts or self.config.lossy else None
         self.slots.seeded[:] = False
         running = np.flatnonzero(self.slots.active)
+        self._place_lists(running)
         self.policy.reset(running)
 
     def add_request(self, request: Request) -> None:
@@ -160,23 +169,39 @@ class Scheduler:
         if not self.requests:
             return None
         slots = self.slots
-        decoding = np.flatnonzero(slots.active & slots.primed & (slots.known < slots.limit))
-        needed = self._pages_needed(decoding)
+        decoding = (slots.primed & (slots.known < slots.limit)).nonzero()[0]
+        state = slots.gather(decoding)
+        block = self.config.block_size
+        # for the KV that a decoding row may write in this step
+        needed = (state.computed + state.slack + state.drafted + block) // block
         growth = self.pages.missing(decoding, needed)
         if self._in_flight and growth > self.pages.num_free:
             return None  # whom to preempt depends on who is left
         self.admit(growth)
-        prefilling = np.flatnonzero(slots.active & ~slots.primed)
+        prefilling = _NOBODY
+        if np.count_nonzero(slots.primed) < len(self._slot_of):
+            prefilling = (slots.active & ~slots.primed).nonzero()[0]
         preempted: list[str] = []
-        modes, query, kept = self._decode_rows(decoding, needed, growth, prefilling, preempted)
+        modes, query, kept = self._decode_rows(decoding, state, needed, growth, prefilling, preempted)
         if preempted:
             prefilling = prefilling[slots.active[prefilling]]
-        budget = self.config.max_num_batched_tokens - int(query.sum())
-        chunks, chunk_tokens = prefill_chunks(slots, prefilling, budget)
-        plan = self._compose(kept, modes, query, chunks, chunk_tokens, tuple(preempted))
-        if plan is not None:
-            self._advance(plan)
-            self._in_flight.append(plan)
+        tokens, chunks = int(np.add.reduce(query)), _NOBODY
+        if len(prefilling):
+            chunks, chunk_tokens = prefill_chunks(slots, prefilling, self.config.max_num_batched_tokens - tokens)
+        if len(chunks):
+            rows = np.concatenate([kept, chunks])
+            order = np.argsort(rows)
+            kept = rows[order]
+            modes = np.concatenate([modes, np.full(len(chunks), _PREFILL)])[order]
+            query = np.concatenate([query, chunk_tokens])[order]
+            tokens += int(np.add.reduce(chunk_tokens))
+        if not len(kept):
+            return None
+        plan = self._compose(
+            kept, state if kept is decoding else slots.gather(kept), modes, query, tokens, len(chunks), preempted
+        )
+        self._advance(plan)
+        self._in_flight.append(plan)
         return plan
 
     def update(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
@@ -185,29 +210,23 @@ class Scheduler:
             raise UsageError("update takes the plans of schedule in their order, each once")
         del self._in_flight[0]
         slots = self.slots
-        rows = slots.tenancy[plan.slots] == plan.tenancy
-        if rows.all():
-            rows = _EVERY  # nobody left since the step was planned: views, not copies
-        rows_slots = plan.slots[rows]
-        modes, query, drafted = plan.modes[rows], plan.query_tokens[rows], plan.drafted[rows]
-        committed = outcome.committed[rows]
-        draft, verify = modes == _DRAFT, modes == _VERIFY
-        slots.generated[rows_slots] += committed
-        judged = (verify & (drafted > 0)).nonzero()[0]
-        if len(judged):
-            self._settle(rows_slots[judged], drafted[judged], committed[judged] - 1)
-        self._observe(plan, outcome, rows, draft, verify)
-        finish = outcome.finish[rows].copy()
-        if self.config.enable_prefix_caching and (prefilled := (modes == _PREFILL) & (finish != _ERROR)).any():
-            self._publish(rows_slots[prefilled], (plan.start[rows] + query)[prefilled])
-        known = plan.start[rows] + np.where(verify, 1, query) + committed
-        finish[(known >= slots.limit[rows_slots]) & (finish == _NONE) & ~draft] = _LENGTH
-        finished = []
-        for index in np.flatnonzero(finish):
-            request = self._leave(int(rows_slots[index]), trusted=finish[index] != _ERROR)
-            self._finish(request, FinishReason(int(finish[index])))
-            finished.append(request)
-        self._roll_back(rows_slots[verify & (finish == _NONE)])
+        here = slots.tenancy[plan.slots] == plan.tenancy
+        # nobody left since the step was planned: views, not copies
+        rows = _EVERY if np.count_nonzero(here) == len(here) else here
+        finish, verified = outcome.finish[rows], _NOBODY
+        if plan.num_drafts < plan.num_rows:
+            finish, verified = self._settle(plan, outcome, rows)
+        else:
+            self._observe(plan, outcome, rows)
+        finished: list[Request] = []
+        if np.count_nonzero(finish):
+            rows_slots = plan.slots[rows]
+            for index in finish.nonzero()[0]:
+                request = self._leave(int(rows_slots[index]), trusted=finish[index] != _ERROR)
+                self._finish(request, FinishReason(int(finish[index])))
+                finished.append(request)
+        if len(verified):
+            self._roll_back(verified)
         return finished
 
     def discard_in_flight(self) -> None:
@@ -264,6 +283,7 @@ class Scheduler:
             self._waiting.pop()
             slot = self.slots.occupy(request, self._limit(request))
             self._slot_of[request.request_id] = slot
+            self._everyone = None
             request.state = RequestState.RUNNING
             self.policy.reset(np.array([slot]))
             self._new_pages.append(self.pages.adopt(slot, found))
@@ -298,30 +318,35 @@ class Scheduler:
                 self.pages.publish(slot, request.page_hashes, tokens // self.config.block_size)
 
     def _decode_rows(
-        self, decoding: Ints, needed: Ints, growth: int, prefilling: Ints, preempted: list[str]
+        self,
+        decoding: Ints,
+        state: SlotRows,
+        needed: Ints,
+        growth: int,
+        prefilling: Ints,
+        preempted: list[str],
     ) -> tuple[Ints, Ints, Ints]:
         """(modes, query tokens, slots) of the decoding rows that run in this step.
 
-        ``needed`` [n] pages of each of ``decoding``, ``growth`` of them not held yet.
+        ``state`` of them, ``needed`` [n] pages of each of ``decoding``, ``growth`` of them not held yet.
         """
         slots, config = self.slots, self.config
         if not len(decoding):
-            empty = np.empty(0, dtype=np.int64)
-            return empty, empty, empty
-        kept = decoding
+            return _NOBODY, _NOBODY, _NOBODY
+        kept, query = decoding, state.drafted + 1
         if self.policy.drafts:
-            view = self._view(decoding, prefilling)
+            view = self._view(decoding, state, prefilling)
             actions = self.policy.plan(view)
             draft = (actions == _ACT_DRAFT) & view.can_draft
             modes = np.where(draft, _DRAFT, _VERIFY)
+            query[draft] = 1
             running = actions != _ACT_WAIT
             # a batch in which all wait would never move
             if 0 < np.count_nonzero(running) < len(kept):
-                modes, kept, draft, needed = modes[running], kept[running], draft[running], needed[running]
-            query = np.where(draft, 1, slots.drafted[kept] + 1)
+                modes, kept, query, needed = modes[running], kept[running], query[running], needed[running]
         else:
-            modes, query = np.full(len(kept), _VERIFY), slots.drafted[kept] + 1
-        if int(query.sum()) > config.max_num_batched_tokens:
+            modes = np.full(len(kept), _VERIFY)
+        if np.add.reduce(query) > config.max_num_batched_tokens:
             # the longest idle go first; the rest sit this step out
             turn = np.argsort(slots.last_step[kept], kind="stable")
             fits = np.sort(turn[np.cumsum(query[turn]) <= config.max_num_batched_tokens])
@@ -338,18 +363,11 @@ class Scheduler:
             self._new_pages.append(self.pages.grow(kept, needed))
         return modes, query, kept
 
-    def _pages_needed(self, decoding: Ints) -> Ints:
-        """Pages [n] for the KV that a decoding row may write in the next step."""
-        slots = self.slots
-        block = self.config.block_size
-        return (slots.computed[decoding] + slots.slack[decoding] + slots.drafted[decoding] + block) // block
-
-    def _view(self, decoding: Ints, prefilling: Ints) -> PolicyView:
-        slots = self.slots
-        drafted = slots.drafted[decoding]
-        context = slots.computed[decoding] + drafted + 1
+    def _view(self, decoding: Ints, state: SlotRows, prefilling: Ints) -> PolicyView:
+        slots, drafted = self.slots, state.drafted
+        context = state.computed + drafted + 1
         # a verification of d drafts commits up to d + 1 tokens, and its d + 1 query tokens must fit in a step
-        room = slots.limit[decoding] - slots.known[decoding] - slots.slack[decoding] - 1
+        room = state.limit - state.known - state.slack - 1
         longest = min(self.policy.d_max, self.config.max_num_batched_tokens - 1)
         can_draft = slots.seeded[decoding] & (drafted < np.minimum(longest, room))
         other = _NOTHING
@@ -363,7 +381,7 @@ class Scheduler:
             drafted=drafted,
             can_draft=can_draft,
             context_tokens=context,
-            sparse_tokens=(slots.sel_count[decoding] - slots.tail_page[decoding]) * page + context,
+            sparse_tokens=(state.sel_count - state.tail_page) * page + context,
             full_layer_share=self.full_layer_share,
             select_layer_share=self.select_layer_share,
             other=other,
@@ -371,71 +389,84 @@ class Scheduler:
         )
 
     def _compose(
-        self, decode: Ints, modes: Ints, query: Ints, chunks: Ints, chunk_tokens: Ints, preempted: tuple[str, ...]
-    ) -> StepPlan | None:
+        self, rows: Ints, state: SlotRows, modes: Ints, query: Ints, tokens: int, prefills: int, preempted: list[str]
+    ) -> StepPlan:
+        """The step in which the slots ``rows``, in order, run in ``modes``, ``prefills`` of them with prompt tokens;
+        ``tokens``: sum of ``query``."""
         slots = self.slots
-        rows, row_modes, row_query = decode, modes, query  # decoding rows are in slot order
-        if len(chunks):
-            rows = np.concatenate([decode, chunks])
-            order = np.argsort(rows)
-            rows = rows[order]
-            row_modes = np.concatenate([modes, np.full(len(chunks), _PREFILL)])[order]
-            row_query = np.concatenate([query, chunk_tokens])[order]
-        if not len(rows):
-            return None
-        draft = row_modes == _DRAFT
-        drafted = slots.drafted[rows]
-        start = slots.computed[rows] + np.where(draft, drafted, 0)
-        samples = (row_modes != _PREFILL) | (start + row_query == slots.known[rows])
+        draft = modes == _DRAFT
+        start = state.computed + state.drafted * draft
+        samples = np.ones(len(rows), dtype=bool)
+        if prefills:
+            samples = (modes != _PREFILL) | (start + query == state.known)
         slots.last_step[rows] = self._step
-        new_pages = np.concatenate(self._new_pages) if self._new_pages else np.empty((0, 3), dtype=np.int64)
-        self._new_pages = []
+        new_pages = _NO_PAGES
+        if self._new_pages:
+            new_pages = self._new_pages[0] if len(self._new_pages) == 1 else np.concatenate(self._new_pages)
+            self._new_pages = []
         if preempted:
             new_pages = new_pages[np.isin(new_pages[:, 0], np.flatnonzero(slots.active))]
         plan = StepPlan(
             step=self._step,
             slots=rows,
-            modes=row_modes,
-            query_tokens=row_query,
+            modes=modes,
+            query_tokens=query,
             start=start,
-            drafted=drafted,
-            slack=slots.slack[rows],
+            drafted=state.drafted,
+            slack=state.slack,
             samples=samples,
-            sel_count=slots.sel_count[rows],
-            tail_page=slots.tail_page[rows],
+            sel_count=state.sel_count,
+            tail_page=state.tail_page,
             new_pages=new_pages,
-            requests=tuple(slots.request_ids[rows].tolist()),
-            tenancy=slots.tenancy[rows],
-            preempted=preempted,
-            features=self._features(rows, row_modes, row_query, start, samples & ~draft),
+            requests=self._ids_of(rows),
+            tenancy=state.tenancy,
+            preempted=tuple(preempted),
+            features=self._features(state, modes, query, tokens, prefills, start, samples & ~draft),
             selects=self._selects,
             lossy=self.config.lossy,
         )
         self._step += 1
         return plan
 
-    def _features(self, rows: Ints, modes: Ints, query: Ints, start: Ints, finds: NDArray[np.bool_]) -> StepFeatures:
-        selecting = finds & (self._selects and self.select_layer_share > 0)
+    def _ids_of(self, rows: Ints) -> tuple[str, ...]:
+        if len(rows) < len(self._slot_of):
+            return tuple(self.slots.request_ids[rows].tolist())
+        if self._everyone is None:
+            self._everyone = tuple(self.slots.request_ids[rows].tolist())
+        return self._everyone
+
+    def _features(
+        self,
+        state: SlotRows,
+        modes: Ints,
+        query: Ints,
+        tokens: int,
+        prefills: int,
+        start: Ints,
+        finds: NDArray[np.bool_],
+    ) -> StepFeatures:
+        selecting = finds if self._selects and self.select_layer_share > 0 else np.zeros_like(finds)
         if self.config.lossy:  # such a row costs what a drafting row does, and gets its list while it reads
-            selecting &= modes == _PREFILL
+            selecting = selecting & (modes == _PREFILL)
             modes = np.where(modes == _VERIFY, _DRAFT, modes)
         return features_of_rows(
-            self.slots,
-            rows,
+            state,
             modes,
             query,
             start,
             selecting,
+            tokens=tokens,
+            prefills=prefills,
             page_tokens=self.config.block_size,
-            padded_tokens=self.padded(int(query.sum())),
+            padded_tokens=self.padded(tokens),
             full_layer_share=self.full_layer_share,
             select_layer_share=self.select_layer_share,
         )
 
     def padded(self, tokens: int) -> int:
         """Query tokens after padding to a CUDA-graph bucket; the same number where there is none that holds them."""
-        index = int(np.searchsorted(self._buckets, tokens))
-        return int(self._buckets[index]) if index < len(self._buckets) else tokens
+        index = bisect_left(self._buckets, tokens)
+        return self._buckets[index] if index < len(self._buckets) else tokens
 
     @property
     def _selects(self) -> bool:
@@ -445,18 +476,54 @@ class Scheduler:
     def _advance(self, plan: StepPlan) -> None:
         """Move the state past ``plan``, every verification committing one token."""
         slots, rows = self.slots, plan.slots
-        draft, prefill = plan.modes == _DRAFT, plan.modes == _PREFILL
-        finds = plan.samples & ~draft
-        slots.drafted[rows] = np.where(draft, plan.drafted + 1, 0)
-        slots.slack[rows] += np.where(draft | prefill, 0, plan.drafted)
-        slots.known[rows] += finds
-        slots.computed[rows] += np.where(prefill, plan.query_tokens, finds)
-        found = rows[finds]
-        slots.primed[found] = True
+        if plan.num_drafts == plan.num_rows:
+            slots.drafted[rows] = plan.drafted + 1
+            return
+        found = rows if np.count_nonzero(plan.finds) == len(rows) else rows[plan.finds]
+        slots.drafted[rows] = (plan.drafted + 1) * plan.draft if plan.num_drafts else 0
+        if not plan.single:
+            slots.slack[rows] += plan.drafted * plan.verify
+        slots.known[found] += 1
+        if plan.num_prefills:
+            slots.computed[rows] += np.where(plan.prefill, plan.query_tokens, plan.finds)
+            slots.primed[found] = True
+        else:
+            slots.computed[found] += 1
         slots.seeded[found] = plan.selects
-        slots.sel_count[found], slots.tail_page[found] = self.policy_spec.selector.geometry(slots.computed[found])
+        self._place_lists(found)
 
-    def _settle(self, rows: Ints, drafts: Ints, more: Ints) -> None:
+    def _place_lists(self, rows: Ints) -> None:
+        """The page lists of slots ``rows`` are made for the KV that they have now."""
+        if self._lists is not None:
+            slots = self.slots
+            slots.set_lists(rows, self._lists.take(slots.computed[rows] // self.config.block_size, axis=1))
+
+    def _settle(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> tuple[Ints, Ints]:
+        """Apply a step in which somebody verifies or prefills. Returns the reason to finish of each of ``rows``, length
+        limits included, and the slots that go on and may hold pages for drafts that were rejected."""
+        slots, config = self.slots, self.config
+        rows_slots, committed, finish = plan.slots[rows], outcome.committed[rows], outcome.finish[rows]
+        slots.generated[rows_slots] += committed
+        judged = _NOBODY
+        if not plan.single:
+            drafted = plan.drafted[rows]
+            judged = (plan.verify[rows] & (drafted > 0)).nonzero()[0]
+            if len(judged):
+                self._settle_drafts(rows_slots[judged], drafted[judged], committed[judged] - 1)
+        self._observe(plan, outcome, rows)
+        known = plan.start[rows] + committed + 1
+        if plan.num_prefills:
+            prefill = plan.prefill[rows]
+            known += prefill * (plan.query_tokens[rows] - 1)
+            prefilled = prefill & (finish != _ERROR)
+            if config.enable_prefix_caching and np.count_nonzero(prefilled):
+                self._publish(rows_slots[prefilled], (plan.start + plan.query_tokens)[rows][prefilled])
+        full = known >= slots.limit[rows_slots]
+        if np.count_nonzero(full):
+            finish = np.where(full & (finish == _NONE) & ~plan.draft[rows], _LENGTH, finish)
+        return finish, rows_slots[judged[finish[judged] == _NONE]]
+
+    def _settle_drafts(self, rows: Ints, drafts: Ints, more: Ints) -> None:
         """Verifications of ``drafts`` in slots ``rows`` committed ``more`` tokens than one: put right the state and the
         plan that was made without knowing it."""
         slots = self.slots
@@ -464,7 +531,9 @@ class Scheduler:
         slots.known[rows] += more
         slots.computed[rows] += more
         longer = rows[more > 0]
-        slots.sel_count[longer], slots.tail_page[longer] = self.policy_spec.selector.geometry(slots.computed[longer])
+        self._place_lists(longer)
+        if not self._in_flight:
+            return
         came, settled = np.zeros((2, len(slots.active)), dtype=np.int64)
         came[rows], settled[rows] = more, drafts
         for plan in self._in_flight:
@@ -472,23 +541,19 @@ class Scheduler:
             plan.slack[:] -= settled[plan.slots]
             plan.sel_count[:], plan.tail_page[:] = slots.sel_count[plan.slots], slots.tail_page[plan.slots]
 
-    def _observe(
-        self,
-        plan: StepPlan,
-        outcome: StepOutcome,
-        rows: NDArray[np.bool_],
-        draft: NDArray[np.bool_],
-        verify: NDArray[np.bool_],
-    ) -> None:
-        either = draft | verify
-        decode = _EVERY if np.count_nonzero(either) == len(either) else either
+    def _observe(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> None:
+        if type(self.policy).observe is Policy.observe:
+            return  # it learns nothing
+        decode = rows
+        if plan.num_prefills:
+            decode = ~plan.prefill if isinstance(rows, slice) else rows & ~plan.prefill
         self.policy.observe(
             Feedback(
-                slots=plan.slots[rows][decode],
-                verified=verify[decode],
-                drafted=plan.drafted[rows][decode],
-                accepted=outcome.accepted[rows][decode],
-                margin=outcome.margin[rows][decode],
+                slots=plan.slots[decode],
+                verified=plan.verify[decode],
+                drafted=plan.drafted[decode],
+                accepted=outcome.accepted[decode],
+                margin=outcome.margin[decode],
                 features=plan.features,
                 seconds=outcome.seconds,
             )
@@ -526,6 +591,7 @@ class Scheduler:
         """Take the request out of ``slot``; what it computed can be found again if it is ``trusted``."""
         request = self.slots.vacate(slot)
         del self._slot_of[request.request_id]
+        self._everyone = None
         if self._on_release is not None:
             self._on_release(slot, request)
         if self.config.enable_prefix_caching:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,22 @@ from numpy.typing import NDArray
 from aspire.scheduler.request import Request
 
 Ints = NDArray[np.int64]
+
+
+class SlotRows(NamedTuple):
+    """Copies [n] of what a step reads of its rows' slots; see `Slots`."""
+
+    computed: Ints
+    drafted: Ints
+    slack: Ints
+    sel_count: Ints
+    tail_page: Ints
+    known: Ints
+    limit: Ints
+    tenancy: Ints
+
+
+_LISTS = slice(SlotRows._fields.index("sel_count"), SlotRows._fields.index("tail_page") + 1)
 
 
 class Slots:
@@ -25,19 +42,22 @@ class Slots:
     def __init__(self, max_slots: int) -> None:
         self.requests: list[Request | None] = [None] * max_slots
         self.request_ids = np.full(max_slots, "", dtype=object)
-        self.tenancy = np.zeros(max_slots, dtype=np.int64)  # counts stays; negative while the slot is empty
+        # one array, so that a step gathers its rows in one go; the names are views
+        self._state = np.zeros((len(SlotRows._fields), max_slots), dtype=np.int64)
+        views = SlotRows(*self._state)
+        self.tenancy = views.tenancy  # counts stays; negative while the slot is empty
         self._stays = 0
         self.active = np.zeros(max_slots, dtype=bool)
-        self.known = np.zeros(max_slots, dtype=np.int64)
-        self.computed = np.zeros(max_slots, dtype=np.int64)
-        self.drafted = np.zeros(max_slots, dtype=np.int64)
-        self.slack = np.zeros(max_slots, dtype=np.int64)  # drafts in the verifications in flight
-        self.primed = np.zeros(max_slots, dtype=bool)
+        self.known = views.known
+        self.computed = views.computed
+        self.drafted = views.drafted
+        self.slack = views.slack  # drafts in the verifications in flight
+        self.primed = np.zeros(max_slots, dtype=bool)  # False while the slot is empty
         self.generated = np.zeros(max_slots, dtype=np.int64)
-        self.limit = np.zeros(max_slots, dtype=np.int64)  # known tokens at which the request ends
+        self.limit = views.limit  # known tokens at which the request ends
         self.seeded = np.zeros(max_slots, dtype=bool)  # a page list exists for the committed KV
-        self.sel_count = np.zeros(max_slots, dtype=np.int64)
-        self.tail_page = np.zeros(max_slots, dtype=np.int64)
+        self.sel_count = views.sel_count
+        self.tail_page = views.tail_page
         self.order = np.zeros(max_slots, dtype=np.int64)  # submission order of the request
         self.priority = np.zeros(max_slots, dtype=np.int64)
         self.last_step = np.zeros(max_slots, dtype=np.int64)  # last step the slot took part in
@@ -47,6 +67,14 @@ class Slots:
     def num_free(self) -> int:
         """Slots without a request."""
         return len(self._free)
+
+    def gather(self, rows: Ints) -> SlotRows:
+        """The state of the slots ``rows`` [n], copied."""
+        return SlotRows(*self._state.take(rows, axis=1))
+
+    def set_lists(self, rows: Ints, lists: Ints) -> None:
+        """``lists`` [2, n]: ``sel_count`` and ``tail_page`` of the slots ``rows``."""
+        self._state[_LISTS, rows] = lists
 
     def occupy(self, request: Request, limit: int) -> int:
         """Move ``request`` into a free slot; all it knows is still to be computed. Returns the slot."""
@@ -77,6 +105,6 @@ class Slots:
         request.generated = int(self.generated[slot])
         self.requests[slot] = None
         self.tenancy[slot] = -1
-        self.active[slot] = False
+        self.active[slot] = self.primed[slot] = False
         heapq.heappush(self._free, slot)
         return request
