@@ -195,6 +195,16 @@ class SurvivalModel:
         self._learn_effect(slots, _sums(row, miss, count), _sums(row, information, count))
         self.drop_drafts(slots)
 
+    def pass_rounds(self, slots: Ints, rounds: Ints) -> None:
+        """``slots`` [n] verified ``rounds`` [n] times without drafts: what was learned fades, as `observe_verified` of
+        them one by one would let it."""
+        self._fade(int(rounds.sum()))
+        self._refresh_pooled()
+        carry = self.params.effect_carry**rounds
+        stationary = self.params.effect_variance
+        self.effect[slots] *= carry
+        self._variance[slots] = stationary + carry**2 * (self._variance[slots] - stationary)
+
     def survival(self, slots: Ints, drafted: Ints) -> Floats:
         """[n] P(all ``drafted`` [n] drafts of the round are accepted), in [0, 1]; 1 without drafts.
 
@@ -214,6 +224,9 @@ class SurvivalModel:
         Places past d_max count as 0. A slot without drafts gets ``optimism`` standard deviations on top.
         """
         shift = self.effect[slots] + self.params.optimism * np.sqrt(self._variance[slots]) * (drafted == 0)
+        if horizon == 1:
+            chance = logistic(self._pooled_logit[np.minimum(drafted, self.d_max - 1)] + shift)
+            return (chance * (drafted < self.d_max))[:, None]
         place = drafted[:, None] + np.arange(horizon)
         chance = logistic(self._pooled_logit[np.minimum(place, self.d_max - 1)] + shift[:, None])
         return np.asarray(np.cumprod(np.where(place < self.d_max, chance, 0.0), axis=1))
@@ -259,17 +272,22 @@ class SurvivalModel:
     def _learn_population(
         self, rounds: int, root: Floats, place: Ints, right: NDArray[np.bool_], miss: Floats, information: Floats
     ) -> None:
-        keep = float(np.exp(-rounds / self.params.memory_rounds))
-        self._precision = keep * self._precision + (1.0 - keep) * self._prior_precision
+        self._fade(rounds)
         known = (root >= 0).astype(np.float64)
         features = np.empty((FEATURE_COUNT, len(root)))
         features[0], features[1], features[2] = known, known * root, known * place / self.d_max
         self._precision += (features * information) @ features.T
         self.weights = self.weights + np.linalg.solve(self._precision, features @ miss)
         self.weights[1] = max(self.weights[1], 0.0)  # a larger margin never means a worse draft
-        self._accepted = keep * self._accepted + np.bincount(place[right], minlength=self.d_max)
-        self._trials = keep * self._trials + np.bincount(place, minlength=self.d_max)
+        self._accepted += np.bincount(place[right], minlength=self.d_max)
+        self._trials += np.bincount(place, minlength=self.d_max)
         self._refresh_pooled()
+
+    def _fade(self, rounds: int) -> None:
+        keep = float(np.exp(-rounds / self.params.memory_rounds))
+        self._precision = keep * self._precision + (1.0 - keep) * self._prior_precision
+        self._accepted = keep * self._accepted
+        self._trials = keep * self._trials
 
     def _learn_effect(self, slots: Ints, miss: Floats, information: Floats) -> None:
         """One Newton step of the posterior of u, then the AR(1) step to the next round."""

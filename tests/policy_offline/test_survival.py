@@ -291,3 +291,21 @@ def test_a_draft_without_a_rival_counts_as_a_very_sure_one() -> None:
     slots, first = np.arange(3), np.zeros(3, dtype=np.int64)
     sure = model.acceptance(slots, first, np.full(3, math.inf))
     assert (sure > model.acceptance(slots, first, np.full(3, 1.0))).all()
+
+
+@given(batch_rounds, st.integers(1, 9))
+def test_rounds_without_drafts_may_be_passed_at_once(rounds: list[list[tuple[list[float], int]]], count: int) -> None:
+    params = SurvivalParams(memory_rounds=50.0)
+    each, once = SurvivalModel(3, D_MAX, params), SurvivalModel(3, D_MAX, params)
+    for model in (each, once):
+        play(model, rounds)
+    slots, none = np.array([0, 2]), np.zeros(2, dtype=np.int64)
+    for _ in range(count):
+        each.observe_verified(slots, none, none)
+    once.pass_rounds(slots, np.full(2, count))
+    every, drafted = np.arange(3), np.zeros(3, dtype=np.int64)
+    np.testing.assert_allclose(once.weights, each.weights, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        once.next_acceptance(every, drafted, 3), each.next_acceptance(every, drafted, 3), rtol=1e-9
+    )
+    assert once.next_acceptance(every, drafted).tolist() == once.next_acceptance(every, drafted, 3)[:, :1].tolist()

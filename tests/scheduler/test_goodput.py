@@ -330,3 +330,18 @@ def test_the_rate_to_beat_is_that_of_a_batch_that_makes_no_page_lists() -> None:
     chance = np.full((32, 16), 0.8)
     with_lists = price_batch(replace(view, select_layer_share=1.0), model, chance)
     assert with_lists.ar_rate == pytest.approx(price_batch(view, model, chance).ar_rate)
+
+
+def test_a_batch_at_rest_is_asked_again_soon_and_learns_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LinearCost(base=1e-4, token=1e-6, kv=1e-7)
+    view, rates = view_of([200] * 4, [200] * 4, model), []
+    for longest in (1, 8):
+        monkeypatch.setattr("aspire.scheduler.policies.goodput._REST_STEPS", longest)
+        policy = built(4, explore_rounds=100_000)
+        assert not play(policy, view, 60, accepted=0, stretch=1.3).any() and policy.resting
+        rates.append((policy.speedup, policy.survival.next_acceptance(view.slots, view.drafted).tolist()))
+        better = replace(view, context_tokens=np.full(4, 90_000), cost_model=LinearCost(base=1e-6, token=1e-7, kv=1e-7))
+        steps = next(step for step in range(40) if (policy.plan(better) == DRAFT).any())
+        assert steps < longest + REPRICE_STEPS
+    np.testing.assert_allclose(rates[0][0], rates[1][0], rtol=1e-9)
+    np.testing.assert_allclose(rates[0][1], rates[1][1], rtol=1e-9)

@@ -11,6 +11,8 @@ from aspire.errors import UsageError
 from aspire.scheduler.features import StepFeatures
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
 
+_DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
+
 
 @dataclass(frozen=True)
 class AspireParams:
@@ -72,10 +74,12 @@ class Aspire(Policy):
         first = self._first_round[slots]
         if first.any():
             draft = np.where(first, drafted < min(self.params.gamma_init, self.d_max), draft)
-        return np.where(draft, Action.DRAFT, Action.VERIFY).astype(np.int8)
+        return np.where(draft, _DRAFT, _VERIFY)
 
     def observe(self, feedback: Feedback) -> None:
         verified = feedback.verified
+        if not np.count_nonzero(verified):
+            return
         self._first_round[feedback.slots[verified]] = False
         learn = verified & (feedback.drafted > 0)
         slots, accepted = feedback.slots[learn], feedback.accepted[learn]
@@ -122,7 +126,7 @@ class Fsm(Policy):
         self._g[slots] = min(self.params.g_init, self.d_max)
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
-        return np.where(view.drafted >= self._g[view.slots], Action.VERIFY, Action.DRAFT).astype(np.int8)
+        return np.where(view.drafted >= self._g[view.slots], _VERIFY, _DRAFT)
 
     def observe(self, feedback: Feedback) -> None:
         learn = feedback.verified & (feedback.drafted > 0)

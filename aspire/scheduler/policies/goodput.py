@@ -23,6 +23,8 @@ REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same 
 _TOKENS = FEATURES.index("query_tokens")
 _ONE_TOKEN: Floats = StepFeatures.of(query_tokens=1.0).matrix()
 _EMPTY = StepFeatures.zeros()
+_DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
+_REST_STEPS = 8  # a batch in which nobody drafts is asked again after so many steps, less where it explores often
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,10 @@ class Goodput(Policy):
         self._common = False  # whether the batch goes in common rounds
         self._model: CostModel | None = None
         self._stretch = 1.0  # measured over predicted seconds, fading
+        self._plain: list[Feedback] = []  # steps without drafts, not learned from yet
+        self._plain_rounds: Ints = np.zeros(max_slots, dtype=np.int64)  # of each slot in them
+        self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
+        self._rests_for: tuple[int, float] = (0, 0.0)
 
     @property
     def drafts(self) -> bool:
@@ -173,16 +179,25 @@ class Goodput(Policy):
     @property
     def speedup(self) -> float:
         """Tokens lately over those of autoregressive decoding in the same time; never below 1."""
+        self._catch_up()
         return 1.0 if self._tracker is None else max(1.0, self._tracker.rate)
 
     def reset(self, slots: Ints) -> None:
+        self._catch_up()
+        self._rest = 0
         self.survival.reset(slots)
         self._idle[slots] = 0
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         if not len(view.slots) or not self.d_max:
-            return np.full(len(view.slots), Action.VERIFY, dtype=np.int8)
-        price, ar_rate = self._price(view)
+            return np.full(len(view.slots), _VERIFY)
+        batch = (len(view.slots), float(view.other.query_tokens))
+        if self._rest and batch == self._rests_for and not np.count_nonzero(view.drafted):
+            self._rest -= 1
+            self._age += 1
+            return np.full(len(view.slots), _VERIFY)
+        self._catch_up()
+        price, ar_rate = self._price(view, batch)
         rate = ar_rate * self.speedup
         fresh = view.drafted == 0
         survival = self.survival.survival(view.slots, view.drafted)
@@ -191,8 +206,8 @@ class Goodput(Policy):
         if self._common and self._prices is not None:
             gain = np.where(view.drafted < self.d_max, survival * upcoming[:, 0], 0.0)
             actions = plan_round(self._prices.rounds, view, gain, rate, self.params.hysteresis)
-            if (actions == Action.DRAFT).any() or (view.drafted > 0).any():
-                self.resting = False
+            if (actions == _DRAFT).any() or (view.drafted > 0).any():
+                self.resting, self._rest = False, 0
                 self._idle[view.slots] = 0
                 return actions
             draft = np.zeros(len(fresh), dtype=bool)
@@ -201,25 +216,50 @@ class Goodput(Policy):
         draft |= fresh & (self._idle[view.slots] >= self._patience[view.slots]) & (rate * wanted < 1.0)
         # at once: what comes of this round may be observed only after the next one was planned
         self._idle[view.slots[draft & fresh & view.can_draft]] = 0
-        self.resting = not draft.any()  # autoregressive for now: no page mass is paid for
-        return np.where(draft & (view.drafted < self.d_max), Action.DRAFT, Action.VERIFY).astype(np.int8)
+        self.resting = not np.count_nonzero(draft)  # autoregressive for now: no page mass is paid for
+        self._rests_for = batch
+        idle = self.resting and fresh.all()
+        self._rest = max(min(_REST_STEPS, self.params.explore_rounds // 16) - 1, 0) if idle else 0
+        return np.where(draft & (view.drafted < self.d_max), _DRAFT, _VERIFY)
 
     def observe(self, feedback: Feedback) -> None:
         if not len(feedback.slots):
             return
         verified = feedback.verified
-        if not verified.all():
+        decodes = np.count_nonzero(verified)
+        if decodes == len(verified) and not np.count_nonzero(feedback.drafted):
+            self._plain_rounds[feedback.slots] += 1
+            self._plain.append(feedback)
+            return
+        self._catch_up()
+        if decodes < len(verified):
             drew = ~verified
             place = np.minimum(feedback.drafted[drew], self.d_max - 1)
             self.survival.observe_drafts(feedback.slots[drew], place, feedback.margin[drew])
+        if not decodes:
+            self._observe_rate(feedback, 0.0, 0.0)
+            return
         slots = feedback.slots[verified]
         drafted = np.minimum(feedback.drafted[verified], self.survival.d_max)
         accepted = np.minimum(feedback.accepted[verified], drafted)
         self.survival.observe_verified(slots, drafted, accepted)
-        self._idle[slots] = np.where(drafted > 0, 0, self._idle[slots] + 1)
+        self._idle[slots] = (self._idle[slots] + 1) * (drafted == 0)
         self._observe_rate(feedback, float(accepted.sum() + len(slots)), float(drafted.sum()))
 
-    def _price(self, view: PolicyView) -> tuple[Floats, float]:
+    def _catch_up(self) -> None:
+        """Learn from the steps without drafts: a batch that rests need not do so in each of them."""
+        if not self._plain:
+            return
+        steps, self._plain = self._plain, []
+        slots = self._plain_rounds.nonzero()[0]
+        rounds = self._plain_rounds[slots]
+        self._plain_rounds[slots] = 0
+        self.survival.pass_rounds(slots, rounds)
+        self._idle[slots] += rounds
+        for feedback in steps:
+            self._observe_rate(feedback, float(len(feedback.slots)), 0.0)
+
+    def _price(self, view: PolicyView, batch: tuple[int, float]) -> tuple[Floats, float]:
         """Prices [n] of one more draft, and the autoregressive rate in the same unit of time."""
         p = self.params
         if p.cost_ratio is not None:
@@ -233,7 +273,6 @@ class Goodput(Policy):
                 "policy 'goodput' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
         self._age += 1
-        batch = (len(view.slots), float(view.other.query_tokens))
         if self._prices is None or batch != self._priced_for or self._age >= REPRICE_STEPS:
             self._prices = price_batch(view, view.cost_model, self._acceptance(view.slots))
             self._priced_for, self._age, self._model = batch, 0, view.cost_model

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from aspire.errors import UsageError
 from aspire.scheduler.policies.base import Action, Ints, Policy, PolicyView
 
+_DRAFT, _VERIFY, _WAIT = np.int8(Action.DRAFT), np.int8(Action.VERIFY), np.int8(Action.WAIT)
+
 
 @dataclass(frozen=True)
 class AutoregressiveParams:
@@ -23,7 +25,7 @@ class Autoregressive(Policy):
     Params = AutoregressiveParams
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
-        return np.full(len(view.slots), Action.VERIFY, dtype=np.int8)
+        return np.full(len(view.slots), _VERIFY)
 
     @property
     def drafts(self) -> bool:
@@ -54,10 +56,11 @@ class Fixed(Policy):
             return np.empty(0, dtype=np.int8)
         g = min(self.params.g, self.d_max)
         if view.drafted.max() >= g or not view.can_draft.any():
-            return np.full(len(view.slots), Action.VERIFY, dtype=np.int8)
+            return np.full(len(view.slots), _VERIFY)
         # rows at their length limit wait for the others, so that the batch stays in step
-        waiting = ~view.can_draft & (view.drafted > 0)
-        return np.where(waiting, Action.WAIT, Action.DRAFT).astype(np.int8)
+        if np.count_nonzero(view.can_draft) == len(view.slots):
+            return np.full(len(view.slots), _DRAFT)
+        return np.where(~view.can_draft & (view.drafted > 0), _WAIT, _DRAFT)
 
 
 class Staggered(Policy):
@@ -83,4 +86,4 @@ class Staggered(Policy):
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         verify = view.drafted >= self._target[view.slots]
         self._target[view.slots[verify]] = self._stride
-        return np.where(verify, Action.VERIFY, Action.DRAFT).astype(np.int8)
+        return np.where(verify, _VERIFY, _DRAFT)
