@@ -109,6 +109,17 @@ class PageTable:
 
     def shrink(self, slots: Ints, pages: Ints) -> None:
         """Free what each of ``slots`` holds beyond ``pages`` pages."""
+        if len(slots) > 1 and np.count_nonzero(self.held[slots] - pages == 1) == len(slots):
+            # one page each, begun by drafts that were rejected: nobody else holds it or could find it
+            last = self.table[slots, pages]
+            if np.count_nonzero(self.owners[last] == 1) == len(last) and not np.count_nonzero(
+                self.prefixes.named[last]
+            ):
+                self.owners[last] = 0
+                self.table[slots, pages] = 0
+                self.held[slots] = pages
+                self._push(last[::-1])
+                return
         for slot, keep in zip(slots.tolist(), pages.tolist(), strict=True):
             held = int(self.held[slot])
             if held > keep:
