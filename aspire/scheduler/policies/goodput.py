@@ -256,8 +256,12 @@ class Goodput(Policy):
         self._plain_rounds[slots] = 0
         self.survival.pass_rounds(slots, rounds)
         self._idle[slots] += rounds
-        for feedback in steps:
-            self._observe_rate(feedback, float(len(feedback.slots)), 0.0)
+        predicted_s: list[float | None] = [None] * len(steps)
+        if self._model is not None and len(steps) > 1 and not hasattr(self._model, "observe"):
+            columns = np.stack([feedback.features.columns() for feedback in steps], axis=1)
+            predicted_s = self._model.predict(StepFeatures.from_columns(columns)).tolist()
+        for feedback, seconds in zip(steps, predicted_s, strict=True):
+            self._observe_rate(feedback, float(len(feedback.slots)), 0.0, seconds)
 
     def _price(self, view: PolicyView, batch: tuple[int, float]) -> tuple[Floats, float]:
         """Prices [n] of one more draft, and the autoregressive rate in the same unit of time."""
@@ -273,7 +277,8 @@ class Goodput(Policy):
                 "policy 'goodput' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
         self._age += 1
-        if self._prices is None or batch != self._priced_for or self._age >= REPRICE_STEPS:
+        old = self._age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
+        if self._prices is None or batch != self._priced_for or old:
             self._prices = price_batch(view, view.cost_model, self._acceptance(view.slots))
             self._priced_for, self._age, self._model = batch, 0, view.cost_model
             common = self._prices.rounds.rate / self._prices.ar_rate
@@ -293,7 +298,9 @@ class Goodput(Policy):
     def _started(self, speedup: float, requests: int) -> RateTracker:
         return RateTracker(speedup, self.params.window_tokens, prior_tokens=16.0 * requests)
 
-    def _observe_rate(self, feedback: Feedback, tokens: float, drafted: float) -> None:
+    def _observe_rate(
+        self, feedback: Feedback, tokens: float, drafted: float, predicted_s: float | None = None
+    ) -> None:
         if self._tracker is None:
             return
         p = self.params
@@ -301,9 +308,9 @@ class Goodput(Policy):
             rounds = float(np.count_nonzero(feedback.verified))
             self._tracker.observe(tokens, rounds + (p.cost_ratio + p.verify_ratio) * drafted)
         elif self._model is not None and self._prices is not None:
-            self._tracker.observe(tokens, self._prices.ar_rate * self._decode_seconds(feedback))
+            self._tracker.observe(tokens, self._prices.ar_rate * self._decode_seconds(feedback, predicted_s))
 
-    def _decode_seconds(self, feedback: Feedback) -> float:
+    def _decode_seconds(self, feedback: Feedback, predicted_s: float | None) -> float:
         """Seconds of the step less those of its prefill chunks, in the cost model's own scale.
 
         A machine that is slower than its cost model makes every price dearer alike, and so changes no decision.
@@ -311,7 +318,8 @@ class Goodput(Policy):
         model, features = self._model, feedback.features
         if model is None:
             return 0.0
-        predicted_s = float(model.predict(features))
+        if predicted_s is None:
+            predicted_s = float(model.predict(features))
         decode_s = predicted_s
         if features.prefill_tokens > 0:
             decode_s = float(model.predict(_EMPTY) + model.marginal(_EMPTY, _without_prefill(features)))
