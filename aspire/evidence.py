@@ -39,11 +39,14 @@ def package_version(name: str) -> str | None:
 
 
 def current_commit() -> str | None:
-    """Commit of this source tree (``ASPIRE_COMMIT`` where there is no git), ``-dirty`` if it was changed."""
+    """Commit of this source tree, ``-dirty`` if it was changed. ``ASPIRE_COMMIT`` says it for a copy of a commit's
+    files, which may lie inside another repository."""
+    if given := os.environ.get("ASPIRE_COMMIT"):
+        return given
     here = str(Path(__file__).resolve().parent)
     head = _output_of(["git", "-C", here, "rev-parse", "HEAD"])
     if head is None:
-        return os.environ.get("ASPIRE_COMMIT")
+        return None
     dirty = _output_of(["git", "-C", here, "status", "--porcelain", "--untracked-files=no"])
     return f"{head}-dirty" if dirty else head
 

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 FEATURE_COUNT = 3  # 1, sqrt(margin), position / d_max
 _LOGIT_LIMIT = 12.0
-_MARGIN_LIMIT = 64.0  # above all measured ones; a draft left without a rival by top-k or top-p has infinity
+_MARGIN_LIMIT = 6.0  # drafts are as sure beyond; one left without a rival by top-k or top-p has infinity
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Oracle:
         self.right, self.seen = [0.0] * d_max, [0.0] * d_max
 
     def chance(self, slot: int, place: int, margin: float) -> float:
-        z = self.w[0] + self.w[1] * math.sqrt(margin) + self.w[2] * place / self.d_max + self.u[slot]
+        z = self.w[0] + self.w[1] * math.sqrt(min(margin, 6.0)) + self.w[2] * place / self.d_max + self.u[slot]
         return 1 / (1 + math.exp(-max(-12.0, min(12.0, z))))
 
     def round(self, batch: list[tuple[list[float], int]]) -> list[float]:

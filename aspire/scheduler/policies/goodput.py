@@ -167,6 +167,7 @@ class Goodput(Policy):
         self._common = False  # whether the batch goes in common rounds
         self._model: CostModel | None = None
         self._stretch = 1.0  # measured over predicted seconds, fading
+        self._unpaid = 0.0  # time of the drafts of a common round, in tokens of plain decoding
         self._plain: list[Feedback] = []  # steps without drafts, not learned from yet
         self._plain_rounds: Ints = np.zeros(max_slots, dtype=np.int64)  # of each slot in them
         self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
@@ -216,10 +217,10 @@ class Goodput(Policy):
         draft |= fresh & (self._idle[view.slots] >= self._patience[view.slots]) & (rate * wanted < 1.0)
         # at once: what comes of this round may be observed only after the next one was planned
         self._idle[view.slots[draft & fresh & view.can_draft]] = 0
-        self.resting = not np.count_nonzero(draft)  # autoregressive for now: no page mass is paid for
+        # autoregressive for now: no page mass is paid for; who holds drafts will want a list for the next ones
+        self.resting = not np.count_nonzero(draft) and bool(fresh.all())
         self._rests_for = batch
-        idle = self.resting and fresh.all()
-        self._rest = max(min(_REST_STEPS, self.params.explore_rounds // 16) - 1, 0) if idle else 0
+        self._rest = max(min(_REST_STEPS, self.params.explore_rounds // 16) - 1, 0) if self.resting else 0
         return np.where(draft & (view.drafted < self.d_max), _DRAFT, _VERIFY)
 
     def observe(self, feedback: Feedback) -> None:
@@ -308,7 +309,10 @@ class Goodput(Policy):
             rounds = float(np.count_nonzero(feedback.verified))
             self._tracker.observe(tokens, rounds + (p.cost_ratio + p.verify_ratio) * drafted)
         elif self._model is not None and self._prices is not None:
-            self._tracker.observe(tokens, self._prices.ar_rate * self._decode_seconds(feedback, predicted_s))
+            self._unpaid += self._prices.ar_rate * self._decode_seconds(feedback, predicted_s)
+            if tokens or not self._common:  # the drafts of a common round are paid for by its verification
+                self._tracker.observe(tokens, self._unpaid)
+                self._unpaid = 0.0
 
     def _decode_seconds(self, feedback: Feedback, predicted_s: float | None) -> float:
         """Seconds of the step less those of its prefill chunks, in the cost model's own scale.
