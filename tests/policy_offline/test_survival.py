@@ -62,7 +62,7 @@ class Oracle:
             for place, chance in enumerate(chances):
                 if place > right:
                     break
-                x = np.array([1.0, math.sqrt(drafts[place]), place / self.d_max])
+                x = np.array([1.0, math.sqrt(min(drafts[place], 6.0)), place / self.d_max])
                 gradient += x * ((place < right) - chance)
                 hessian += np.outer(x, x) * chance * (1 - chance)
                 miss += (place < right) - chance
