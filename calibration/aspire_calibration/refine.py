@@ -61,6 +61,7 @@ def neighbour(cell: Cell, limits: PlanLimits, generator: np.random.Generator) ->
 def _moved(group: RowGroup, limits: PlanLimits, rows: float, context: float, tokens: float) -> RowGroup:
     count = max(1, round(group.count * rows))
     query = group.query_tokens if group.query_tokens == 1 else max(2, round(group.query_tokens * tokens))
+    query = min(query, limits.max_model_len)
     if group.kind == "verify":
         query = min(query, limits.d_max + 1)
     length = min(limits.max_model_len, max(query, round(group.context_tokens * context)))

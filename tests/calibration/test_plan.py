@@ -14,6 +14,7 @@ from aspire.scheduler.features import FEATURES, StepFeatures
 from aspire_calibration import Cell, PlanLimits, RowGroup, ar, draft, mixed, prefill, profile_plan, ragged, verify
 from aspire_calibration.cells import bucket_array, padded_tokens, regimes_of
 from aspire_calibration.plan import geometric, refinement_level
+from aspire_calibration.refine import neighbour
 from tests.calibration.machine import LIMITS
 
 limits_strategy = st.builds(
@@ -166,3 +167,10 @@ def test_prompts_are_timed_alone_together_and_beside_drafts_with_their_first_lis
     assert f.select_rows == 2 and f.select_kv_tokens == 0.5 * 600
     with_lists = [cell for cell in profile_plan(replace(LIMITS, select_verify=False)) if cell.groups[-1].select]
     assert not with_lists
+
+
+def test_a_neighbour_of_the_longest_prompt_is_a_prompt_that_fits() -> None:
+    limits = PlanLimits(max_num_seqs=8, max_model_len=8192, num_pages=5000, max_num_batched_tokens=8192)
+    generator = np.random.default_rng(0)
+    near = [neighbour(prefill(8192, 8192), limits, generator) for _ in range(200)]
+    assert all(cell is None or limits.fits(cell) for cell in near) and any(near)
