@@ -20,6 +20,7 @@ KERNELS = {
     "kernel.attn_full_smol_128x7k": "decode 128 x 7k\n9/3 heads, 64",
     "kernel.attn_sparse_smol_256x32p": "draft 256 x 32 pages\n9/3 heads, 64",
 }
+CELL = "policies.docs_128x7k."
 RULES = {"fixed": "best fixed", "paper": "the paper's rule", "goodput": "goodput (ours)", "hindsight": "hindsight"}
 
 
@@ -29,8 +30,16 @@ def results(path: str) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Two panels: draft-length rules on recorded rounds, attention kernels against the copy bandwidth."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=[3, 2], layout="constrained")
+    """Three panels: policies in the engine, draft-length rules on recorded rounds, kernels over copy bandwidth."""
+    figure, (first, left, right) = plt.subplots(1, 3, figsize=(15, 3.6), width_ratios=[2, 3, 2], layout="constrained")
+    measured = results("reports/h200/policies.json")
+    rates = {name.removeprefix(CELL): row["value"] / 1e3 for name, row in measured.items() if name.startswith(CELL)}
+    names = sorted(rates, key=lambda name: rates[name])
+    first.barh([name.replace("+verify-per-layer", "") for name in names], [rates[name] for name in names])
+    first.bar_label(first.containers[0], [f"{rates[name] / rates['autoregressive']:.2f}x" for name in names], padding=3)
+    first.set_xlim(0, 1.2 * max(rates.values()))
+    first.set_xlabel("thousand tokens per second, decoding")
+    first.set_title("Policies on one NVIDIA H200, 128 x 7k\nSmolLM2-135M, real text, T 0.7", fontsize=10)
     cells = results("reports/cpu/policy_offline.json")["policy.goodput_over_paper_offline"]["detail"]["cells"]
     cells = [cell for cell in cells if cell["temperature"] == 0.7 and cell["c"] == 0.15]
     for index, (rule, label) in enumerate(RULES.items()):
