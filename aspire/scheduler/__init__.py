@@ -13,7 +13,8 @@ from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
 from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
 from aspire.scheduler.policies import MAX_DRAFT, POLICIES, Action, Feedback, Policy, PolicySpec, PolicyView
 from aspire.scheduler.request import FinishReason, Request, RequestState
-from aspire.scheduler.scheduler import Counts, Scheduler
+from aspire.scheduler.residents import Counts
+from aspire.scheduler.scheduler import Scheduler
 from aspire.scheduler.selector_spec import PAGE_TOKENS, SELECTOR_KINDS, SelectorSpec
 
 __all__ = [

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aspire.errors import CapacityError, InputError, UsageError
+from aspire.errors import UsageError
 from aspire.scheduler.composition import features_of_rows, prefill_chunks
 from aspire.scheduler.config import SchedulerConfig
 from aspire.scheduler.features import CostModel, StepFeatures
-from aspire.scheduler.pages import PageTable
 from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
 from aspire.scheduler.policies import MAX_DRAFT, Action, Feedback, Policy, PolicySpec, PolicyView
-from aspire.scheduler.request import FinishReason, Request, RequestState
-from aspire.scheduler.slots import SlotRows, Slots
-from aspire.scheduler.waiting import WaitingQueue
+from aspire.scheduler.request import FinishReason, Request
+from aspire.scheduler.residents import Residents
+from aspire.scheduler.slots import SlotRows
 
 Ints = NDArray[np.int64]
 
@@ -38,23 +36,8 @@ _NOTHING = StepFeatures.zeros()
 _NONE, _LENGTH, _ERROR = int(FinishReason.NONE), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Where the requests are. Invariant: arrived = waiting + running + finished + rejected."""
-
-    arrived: int
-    waiting: int
-    running: int
-    finished: int
-    rejected: int
-
-
-class Scheduler:
-    """Admission, page accounting, preemption and step composition under one policy.
-
-    ``on_release(slot, request)`` is called when a request leaves its slot (finished, aborted or preempted); it may add
-    to ``request.page_hashes`` those of the pages that the request generated.
-    """
+class Scheduler(Residents):
+    """Composes steps for the residents under one policy, and applies what came of them."""
 
     def __init__(
         self,
@@ -63,23 +46,12 @@ class Scheduler:
         cost_model: CostModel | None = None,
         on_release: Callable[[int, Request], None] | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, on_release)
         self.cost_model = cost_model
-        self.slots = Slots(config.max_num_seqs)
-        self.pages = PageTable(config.num_pages, config.max_num_seqs, config.pages_per_slot)
-        self.requests: dict[str, Request] = {}  # waiting and running
-        self._slot_of: dict[str, int] = {}
-        self._waiting = WaitingQueue()
-        self._on_release = on_release
-        self._new_pages: list[Ints] = []  # block-table entries not yet handed to an executor
         self._in_flight: list[StepPlan] = []  # planned, outcome not known
-        self._everyone: tuple[str, ...] | None = None  # ids of all who run, in slot order, once asked for
         self._step = 0
-        self._arrived = self._finished = self._rejected = 0
         self._buckets = sorted(config.graph_buckets)
         self.set_policy(policy)
-
-    # ---- requests in and out -------------------------------------------------------------------------------------
 
     def set_policy(self, policy: PolicySpec) -> None:
         """Use ``policy`` from the next step on, none being in flight. Requests keep their drafts; page lists are made
@@ -113,53 +85,6 @@ class Scheduler:
         running = np.flatnonzero(self.slots.active)
         self._place_lists(running)
         self.policy.reset(running)
-
-    def add_request(self, request: Request) -> None:
-        """Queue ``request``. One that can never run raises `InputError` or `CapacityError` and counts as rejected."""
-        self._arrived += 1
-        try:
-            self._check(request)
-        except (InputError, CapacityError):
-            self._rejected += 1
-            request.state = RequestState.REJECTED
-            raise
-        request.order = self._arrived
-        request.state = RequestState.WAITING
-        self.requests[request.request_id] = request
-        self._waiting.push(request)
-
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a waiting or running request now; False if there is no such request (it may just have finished)."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return False
-        slot = self._slot_of.get(request_id)
-        if slot is not None:
-            self._leave(slot)
-        self._finish(request, reason)
-        if slot is None:
-            self._waiting.note_ended()
-        return True
-
-    @property
-    def counts(self) -> Counts:
-        """Requests by state; what must hold is in `Counts`."""
-        running = len(self._slot_of)
-        waiting = len(self.requests) - running
-        return Counts(self._arrived, waiting, running, self._finished, self._rejected)
-
-    def reset_prefix_cache(self) -> None:
-        """No request finds pages that others computed before."""
-        self.pages.forget_all()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.requests)
-
-    def slot_of(self, request_id: str) -> int | None:
-        """The slot of a running request."""
-        return self._slot_of.get(request_id)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -245,77 +170,8 @@ class Scheduler:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
-        config = self.config
-        name = f"request '{request.request_id}'"
-        if request.request_id in self.requests:
-            raise InputError(f"{name} is already queued or running; give every request an id of its own")
-        if request.prompt_tokens < 1:
-            raise InputError(f"{name} has an empty prompt; give at least one token")
-        if request.max_tokens < 1:
-            raise InputError(f"{name} has max_tokens {request.max_tokens}; give at least 1")
-        if request.prompt_tokens >= config.max_model_len:
-            raise InputError(
-                f"{name} has a prompt of {request.prompt_tokens} tokens; max-model-len {config.max_model_len} leaves "
-                "no room for output, shorten the prompt or raise --max-model-len"
-            )
-        pages = -(-self._limit(request) // config.block_size)
-        if pages > self.pages.num_usable:
-            raise CapacityError(
-                f"{name} needs {pages} KV pages for prompt and max_tokens, the pool has {self.pages.num_usable}; "
-                "lower max_tokens or raise --gpu-memory-utilization"
-            )
-
-    def _limit(self, request: Request) -> int:
-        return min(request.prompt_tokens + request.max_tokens, self.config.max_model_len)
-
-    def admit(self, growth: int = 0) -> None:
-        """Move waiting requests into free slots while their prompts' pages fit, beside the ``growth`` pages that those
-        who run need now; `schedule` begins with it."""
-        watermark = max(growth, int(self.config.watermark * self.pages.num_usable))
-        while self.slots.num_free and (request := self._waiting.head()) is not None:
-            known = request.prompt_tokens + request.generated
-            pages = -(-known // self.config.block_size)
-            spare = watermark if self._slot_of else 0  # one that fits alone must get in
-            found = self._prefix_pages(request, known)
-            if found is None or pages - len(found) + self.pages.prefixes.idle(found) + spare > self.pages.num_free:
-                return
-            self._waiting.pop()
-            slot = self.slots.occupy(request, self._limit(request))
-            self._slot_of[request.request_id] = slot
-            self._everyone = None
-            request.state = RequestState.RUNNING
-            self.policy.reset(np.array([slot]))
-            self._new_pages.append(self.pages.adopt(slot, found))
-            self._new_pages.append(self.pages.grow(np.array([slot]), np.array([pages])))
-            self.slots.computed[slot] = len(found) * self.config.block_size
-            if request.preemptions == 0:
-                request.cached_tokens = len(found) * self.config.block_size
-            if self.config.enable_prefix_caching:
-                self.pages.prefixes.promise(slot, request.page_hashes[len(found) : known // self.config.block_size])
-
-    def _prefix_pages(self, request: Request, known: int) -> list[int] | None:
-        """Pages that hold the first of the ``known`` tokens of ``request``, at least one token being left to compute.
-
-        None: not yet. A running request that is no less urgent is about to compute the next page: rather than doing it
-        twice, wait. That request's prompt comes first anyway.
-        """
-        if not self.config.enable_prefix_caching:
-            return []
-        names, most = request.page_hashes, (known - 1) // self.config.block_size
-        found = self.pages.prefixes.match(names, most)
-        if len(found) < min(most, len(names)):
-            slot = self.pages.prefixes.promised_by(names[len(found)])
-            if slot is not None and self.slots.priority[slot] <= request.priority:
-                return None
-        return found
-
-    def _publish(self, rows: Ints, computed: Ints) -> None:
-        """Prompts of slots ``rows`` are computed up to ``computed`` tokens: others may use their full pages."""
-        for slot, tokens in zip(rows.tolist(), computed.tolist(), strict=True):
-            request = self.slots.requests[slot]
-            if request is not None:
-                self.pages.publish(slot, request.page_hashes, tokens // self.config.block_size)
+    def _entered(self, slot: int) -> None:
+        self.policy.reset(np.array([slot]))
 
     def _decode_rows(
         self,
@@ -427,13 +283,6 @@ class Scheduler:
         )
         self._step += 1
         return plan
-
-    def _ids_of(self, rows: Ints) -> tuple[str, ...]:
-        if len(rows) < len(self._slot_of):
-            return tuple(self.slots.request_ids[rows].tolist())
-        if self._everyone is None:
-            self._everyone = tuple(self.slots.request_ids[rows].tolist())
-        return self._everyone
 
     def _features(
         self,
@@ -564,48 +413,3 @@ class Scheduler:
         beyond = self.pages.held[verified] > keep
         if np.count_nonzero(beyond):
             self.pages.shrink(verified[beyond], keep[beyond])
-
-    def _victim(self) -> int:
-        """The slot to preempt: least urgent first; of those, drafting rows before others, then the newest.
-
-        The most urgent oldest request is never chosen, so that it ends and pages come free.
-        """
-        slots = self.slots
-        active = np.flatnonzero(slots.active)
-        by_age = active[np.lexsort((slots.order[active], slots.priority[active]))]
-        candidates = by_age[1:]
-        if not len(candidates):
-            raise CapacityError("the only running request outgrew the KV pool; raise --gpu-memory-utilization")
-        least = candidates[slots.priority[candidates] == slots.priority[candidates].max()]
-        drafting = least[slots.drafted[least] > 0]
-        return int((drafting if len(drafting) else least)[-1])
-
-    def _preempt(self, slot: int, *, trusted: bool = True) -> str:
-        request = self._leave(slot, trusted=trusted)
-        request.preemptions += 1
-        request.state = RequestState.WAITING
-        self._waiting.push(request)
-        return request.request_id
-
-    def _leave(self, slot: int, *, trusted: bool = True) -> Request:
-        """Take the request out of ``slot``; what it computed can be found again if it is ``trusted``."""
-        request = self.slots.vacate(slot)
-        del self._slot_of[request.request_id]
-        self._everyone = None
-        if self._on_release is not None:
-            self._on_release(slot, request)
-        if self.config.enable_prefix_caching:
-            self.pages.prefixes.withdraw(slot)
-            if not trusted:
-                self.pages.forget(slot)
-            elif not self.config.lossy:  # what lossy decoding wrote is no KV of full attention
-                computed = int(self.slots.computed[slot])
-                self.pages.publish(slot, request.page_hashes, computed // self.config.block_size)
-        self.pages.release(slot)
-        return request
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.state = RequestState.FINISHED
-        request.finish_reason = reason
-        self._finished += 1
-        del self.requests[request.request_id]
