@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aspire.engine.config import EngineConfig
 from aspire.errors import CapacityError
 from aspire.models import ModelConfig
-from aspire.scheduler import PAGE_TOKENS
+from aspire.scheduler import MAX_DRAFT, PAGE_TOKENS
 
 _CPU_POOL_BYTES = 4 << 30  # without a GPU the pool takes at most this much
 
@@ -74,3 +75,14 @@ def fit_pages(
             "or max_num_seqs, or raise gpu_memory_utilization"
         )
     return int(pages)
+
+
+def step_bytes(shape: ModelConfig, dtype: torch.dtype, config: EngineConfig, pages_per_slot: int) -> int:
+    """Bytes that a step may need beside weights and KV: activations, logits, page mass, lists, attention scratch."""
+    tokens, element = config.max_num_batched_tokens, dtype.itemsize
+    widest = 2 * shape.intermediate_size + 2 * shape.q_size + 4 * shape.kv_size + 6 * shape.hidden_size
+    samples = min(tokens, config.max_num_seqs * (MAX_DRAFT + 1))
+    logits = samples * shape.vocab_size * 4 * 2
+    mass = 3 * 4 * shape.num_layers * config.max_num_seqs * pages_per_slot
+    scratch = 512 << 20 if torch.cuda.is_available() else 0
+    return tokens * widest * element * 2 + logits + mass + scratch

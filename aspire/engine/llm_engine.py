@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from aspire.engine.config import EngineConfig
-from aspire.engine.kv_pool import KVPool, fit_pages, page_bytes
+from aspire.engine.kv_pool import KVPool, fit_pages, page_bytes, step_bytes
 from aspire.engine.live import LiveRequest, seed_of
 from aspire.engine.margin_log import MarginLog
 from aspire.engine.outcome import commit, outcome_of
+from aspire.engine.record import model_identity, request_table
 from aspire.engine.runner import ModelRunner, StepResult
 from aspire.engine.sequences import Sequences
 from aspire.engine.synthetic import SyntheticAcceptance
@@ -31,12 +32,11 @@ from aspire.errors import EngineError, InputError, UsageError
 from aspire.evidence import provenance
 from aspire.models import LoadedModel, load_model
 from aspire.outputs import RequestMetrics, RequestOutput
-from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
+from aspire.runlog import RequestTable, StepLog, log_step
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import (
     MAX_DRAFT,
     CostModel,
-    FinishReason,
     PolicySpec,
     Request,
     Scheduler,
@@ -44,7 +44,6 @@ from aspire.scheduler import (
     StepPlan,
 )
 from aspire.scheduler.prefix_cache import page_hashes
-from aspire.scheduler.prefix_links import shared_prefixes
 from aspire.tokenizer import Tokenizer, load_tokenizer
 from aspire_calibration import LoadedCostModel, load_cost_model
 from aspire_kernels import get_backend
@@ -375,18 +374,6 @@ class LLMEngine:
 
     def identity(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """``(model, settings)``: what a cost model must have been made for to hold here."""
-        shape = self.loaded.config
-        model = {
-            "name": self.loaded.name,
-            "architecture": shape.architecture,
-            "layers": shape.num_layers,
-            "hidden": shape.hidden_size,
-            "heads": shape.num_heads,
-            "kv_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "intermediate": shape.intermediate_size,
-            "vocab": shape.vocab_size,
-        }
         settings = {
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "attention_backend": self.runner.backend.name,
@@ -395,7 +382,7 @@ class LLMEngine:
             "async_scheduling": self.scheduler_config.async_scheduling,
             "selector": self.scheduler.policy_spec.selector.kind,
         }
-        return model, settings
+        return model_identity(self.loaded), settings
 
     def check_cost_model(self, prices: LoadedCostModel) -> list[str]:
         """Differences between what ``prices`` was made for and this engine; `MismatchError` unless they are allowed."""
@@ -465,21 +452,6 @@ class LLMEngine:
 
     def record(self) -> tuple[RequestTable, StepLog, dict[str, Any]]:
         """What was recorded since `begin_record`: requests, steps, and the configuration that a replay needs."""
-        table = table_from_log(self.log, len(self._submitted))
-        for row, live in enumerate(self._submitted):
-            table.request_id[row] = live.request.request_id
-            table.arrival_s[row] = live.metrics.arrival_s
-            table.prompt_tokens[row] = live.request.prompt_tokens
-            table.max_tokens[row] = live.params.max_tokens
-            table.priority[row] = live.request.priority
-            table.cached_tokens[row] = live.request.cached_tokens
-            table.preemptions[row] = live.request.preemptions
-            table.status[row] = status_of(live.request)
-            if live.request.finish_reason == FinishReason.ABORT and live.metrics.finish_s is not None:
-                table.finish_s[row] = live.metrics.finish_s
-        table.prefix_of[:], table.prefix_tokens[:] = shared_prefixes(
-            [live.request.page_hashes for live in self._submitted]
-        )
         spec = self.scheduler.policy_spec
         config = {
             "source": "engine",
@@ -493,18 +465,7 @@ class LLMEngine:
             "kv_bytes_per_token": page_bytes(self.loaded.config, self.loaded.model.dtype) // self.config.block_size,
             "synthetic_acceptance": self._synthetic is not None or self.loaded.synthetic,
         }
-        return table, self.log, config
-
-
-def step_bytes(shape: Any, dtype: torch.dtype, config: EngineConfig, pages_per_slot: int) -> int:
-    """Bytes that a step may need beside weights and KV: activations, logits, page mass, lists, attention scratch."""
-    tokens, element = config.max_num_batched_tokens, dtype.itemsize
-    widest = 2 * shape.intermediate_size + 2 * shape.q_size + 4 * shape.kv_size + 6 * shape.hidden_size
-    samples = min(tokens, config.max_num_seqs * (MAX_DRAFT + 1))
-    logits = samples * shape.vocab_size * 4 * 2
-    mass = 3 * 4 * shape.num_layers * config.max_num_seqs * pages_per_slot
-    scratch = 512 << 20 if torch.cuda.is_available() else 0
-    return tokens * widest * element * 2 + logits + mass + scratch
+        return request_table(self.log, self._submitted), self.log, config
 
 
 def _resolve_device(name: str) -> torch.device:
