@@ -152,7 +152,7 @@ def acceptance_by_selector(given: list[str]) -> str | dict[str, Any]:
     found: dict[str, Any] = {}
     for text in given:
         selector, equals, model = text.partition("=")
-        if not equals:
+        if not equals or text.startswith("recorded:"):  # names of run directories may hold an equals sign
             selector, model = "*", text
         elif selector.partition("@")[0] != "*":
             check_choice("--acceptance selector", selector.partition("@")[0], SELECTOR_KINDS)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aspire.cli.workload_options import acceptance_by_selector
 from aspire.rundir import read_run
 from aspire.scheduler import FEATURES
 from aspire_calibration import PlanLimits, SamplesHeader, profile_plan, run_profile
@@ -289,3 +290,10 @@ def test_report_is_one_page_with_figures(cost_model: Path, tmp_path: Path) -> No
     assert list((tmp_path / "f").glob("*.svg"))
     assert_one_error(run("report", tmp_path / "none"), 1, "no run directory")
     assert_one_error(run("report", folder, "--figure-format", "gif"), 2, "allowed: pdf, png, svg")
+
+
+def test_a_recorded_run_may_have_an_equals_sign_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aspire_simulator.acceptance.parse_acceptance", lambda text: text)
+    name = "recorded:runs/bench/03-fixed_g=6__verify-per-layer"
+    assert acceptance_by_selector([name]) == name
+    assert acceptance_by_selector([f"window={name}", "iid:0.8"]) == {"window": name, "*": "iid:0.8"}
