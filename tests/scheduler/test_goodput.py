@@ -324,6 +324,11 @@ def test_a_common_round_drops_whom_another_draft_would_not_pay_for() -> None:
     assert plan_round(prices, view, np.array([1.0, 2.0, 0.01, 9.0]), 4e3, 0.0).tolist() == [verify] * 4
 
 
+def test_who_has_no_page_list_yet_asks_for_one() -> None:
+    view = view_of([4000] * 4, [512] * 4, None, can_draft=np.zeros(4, dtype=bool))
+    assert plan_round(RoundPrices(1e-3, 1e-5, 1e5), view, np.full(4, 3.0), 4e3, 0.0).tolist() == [DRAFT] * 4
+
+
 def test_the_rate_to_beat_is_that_of_a_batch_that_makes_no_page_lists() -> None:
     model = LoadedCostModel(analytic_model("h200", "smollm2-135m"), warn=lambda message: None)
     view = view_of([4000] * 32, [512] * 32, model)

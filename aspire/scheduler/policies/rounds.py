@@ -54,8 +54,12 @@ def plan_round(
     rate: float,  # tokens per second of the whole batch
     hysteresis: float,
 ) -> NDArray[np.int8]:
-    """Another draft of all whose gain pays for their row, if together they pay for the step; else all verify."""
-    surplus = np.where(view.can_draft, gain, 0.0) - rate * prices.row * (1.0 + hysteresis)
+    """Another draft of all whose gain pays for their row, if together they pay for the step; else all verify.
+
+    Where nobody has a page list, after a rest, all ask to draft: the scheduler lets them verify, which makes the lists.
+    """
+    able = view.can_draft if np.count_nonzero(view.can_draft) else view.drafted == 0
+    surplus = np.where(able, gain, 0.0) - rate * prices.row * (1.0 + hysteresis)
     joins = surplus > 0.0
     if surplus[joins].sum() <= rate * prices.step * (1.0 + hysteresis):
         return np.full(len(gain), Action.VERIFY, dtype=np.int8)
