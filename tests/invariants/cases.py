@@ -17,9 +17,7 @@ KINDS = SELECTOR_KINDS
 
 def small(kind: str) -> SelectorSpec:
     """A selector that reads two or three pages: drafts of longer contexts go wrong."""
-    return SelectorSpec(
-        kind=kind, budget_ratio=0.0, min_pages=3, sinks=1, recent=1, layer=-2, layers=(1, 2)
-    )
+    return SelectorSpec(kind=kind, budget_ratio=0.0, min_pages=3, sinks=1, recent=1, layer=-2, layers=(1, 2))
 
 
 def ample(kind: str) -> SelectorSpec:

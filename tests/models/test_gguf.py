@@ -130,9 +130,7 @@ def test_errors_are_one_clear_line(tmp_path: Path) -> None:
     assert "model.norm.weight is 40 instead of 48" in failure(write_gguf(tmp_path / "odd.gguf", reference, "llama"))
 
 
-def test_smollm2_equals_transformers(
-    smollm2: LoadedModel, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_equals_transformers(smollm2: LoadedModel, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same tensors as transformers dequantizes and unpermutes from the same file, and the same logits on real text."""
     # transformers parses the file in each call, seconds each time; what it makes of the parsed file stays its own work
     parsed = open_gguf(smollm2_gguf)  # before the patch: the parser derives its reader from the class that is replaced
