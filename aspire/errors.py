@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class AspireError(Exception):
@@ -58,3 +63,18 @@ def check_keys(what: str, given: Iterable[str], allowed: Iterable[str]) -> None:
     for key in given:
         if key not in names:
             raise UsageError(f"{what} has no key '{key}'{did_you_mean(key, names)}; allowed: {', '.join(names)}")
+
+
+def exit_code_of(work: Callable[P, None]) -> Callable[P, int]:
+    """The ``main`` of a script: ``work`` with its exit code, an `AspireError` being told in one line on stderr."""
+
+    @wraps(work)
+    def main(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            work(*args, **kwargs)
+        except AspireError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        return 0
+
+    return main

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from aspire.errors import AspireError, InputError
+from aspire.errors import InputError, exit_code_of
 from aspire.evidence import provenance
 from aspire.fileio import read_json, write_json_atomic
 from aspire_simulator.validation import LATENCIES, RunCheck, validate_run
@@ -109,35 +109,31 @@ def line_of(name: str, check: RunCheck) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line per run, write the evidence file, return the exit code."""
+@exit_code_of
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a line per run, write the evidence file."""
     parser = argparse.ArgumentParser(prog="python -m aspire_simulator.fidelity", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="run directories, or folders of them as aspire bench writes")
     parser.add_argument("--cost-model", help="predict with this model instead of the one in each run")
     parser.add_argument("--out", help="evidence file to write, e.g. reports/h200/simulation.json")
     given = parser.parse_args(arguments)
-    try:
-        from aspire_calibration import load_cost_model
+    from aspire_calibration import load_cost_model
 
-        prices = load_cost_model(given.cost_model, warn=lambda message: None) if given.cost_model else None
-        runs = run_directories(given.runs)
-        checks: dict[str, RunCheck] = {}
-        for run in runs:
-            name = f"{run.parent.name}/{run.name}"
-            checks[name] = validate_run(run, prices)
-            print(line_of(name, checks[name]))
-        results = results_of(checks)
-        for result in results:
-            print(f"{result['id']} {result['value']:.4f}")
-        if given.out:
-            names = " ".join(checks)
-            command = f"python -m aspire_simulator.fidelity {names} --out {given.out}"
-            meta = measured_meta(runs, command)
-            print(f"wrote {write_json_atomic(given.out, {'meta': meta, 'results': results})}", file=sys.stderr)
-    except AspireError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    prices = load_cost_model(given.cost_model, warn=lambda message: None) if given.cost_model else None
+    runs = run_directories(given.runs)
+    checks: dict[str, RunCheck] = {}
+    for run in runs:
+        name = f"{run.parent.name}/{run.name}"
+        checks[name] = validate_run(run, prices)
+        print(line_of(name, checks[name]))
+    results = results_of(checks)
+    for result in results:
+        print(f"{result['id']} {result['value']:.4f}")
+    if given.out:
+        names = " ".join(checks)
+        command = f"python -m aspire_simulator.fidelity {names} --out {given.out}"
+        meta = measured_meta(runs, command)
+        print(f"wrote {write_json_atomic(given.out, {'meta': meta, 'results': results})}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from aspire.errors import AspireError, InputError
+from aspire.errors import InputError, exit_code_of
 from aspire.fileio import read_json, write_json_atomic
 from aspire.scheduler import PolicySpec
 from aspire_simulator.fidelity import measured_meta, run_directories
@@ -77,31 +77,25 @@ def _throughputs(entry: Mapping[str, Any] | None, what: str) -> list[float]:
     return rates
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the gains, write the evidence file, return the exit code."""
+@exit_code_of
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the gains, write the evidence file."""
     parser = argparse.ArgumentParser(prog="python -m aspire_simulator.observed_gain", description=__doc__)
     parser.add_argument("policy", help="policy.json of aspire tune")
     parser.add_argument("bench", help="output directory of aspire bench")
     parser.add_argument("--out", help="evidence file to write, e.g. reports/h200/tuning.json")
     given = parser.parse_args(arguments)
-    try:
-        policy = PolicySpec.from_dict(read_json(given.policy, "policy file"), f"policy file {given.policy}")
-        folder = Path(given.bench)
-        results = observed_gains(policy, read_json(folder / "bench.json", "bench file"))
-        for result in results:
-            promise = result["detail"]["predicted"]
-            told = f"predicted {promise['mean']:.3f} ({promise['low']:.3f} to {promise['high']:.3f})" if promise else ""
-            print(f"{policy.label} over {result['detail']['over']}: observed {result['value']:.3f}x {told}".rstrip())
-        if given.out:
-            command = (
-                f"python -m aspire_simulator.observed_gain {Path(given.policy).name} {folder.name} --out {given.out}"
-            )
-            meta = measured_meta(run_directories([folder]), command)
-            print(f"wrote {write_json_atomic(given.out, {'meta': meta, 'results': results})}", file=sys.stderr)
-    except AspireError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    policy = PolicySpec.from_dict(read_json(given.policy, "policy file"), f"policy file {given.policy}")
+    folder = Path(given.bench)
+    results = observed_gains(policy, read_json(folder / "bench.json", "bench file"))
+    for result in results:
+        promise = result["detail"]["predicted"]
+        told = f"predicted {promise['mean']:.3f} ({promise['low']:.3f} to {promise['high']:.3f})" if promise else ""
+        print(f"{policy.label} over {result['detail']['over']}: observed {result['value']:.3f}x {told}".rstrip())
+    if given.out:
+        command = f"python -m aspire_simulator.observed_gain {Path(given.policy).name} {folder.name} --out {given.out}"
+        meta = measured_meta(run_directories([folder]), command)
+        print(f"wrote {write_json_atomic(given.out, {'meta': meta, 'results': results})}", file=sys.stderr)
 
 
 if __name__ == "__main__":

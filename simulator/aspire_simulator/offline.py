@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aspire.errors import AspireError, InputError
+from aspire.errors import InputError, exit_code_of
 from aspire.evidence import write_evidence
 from aspire.scheduler.survival import SurvivalParams
 from aspire_simulator.offline_rules import (
@@ -323,33 +323,29 @@ def table(cells: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, write the evidence file, return the exit code."""
+@exit_code_of
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, write the evidence file."""
     parser = argparse.ArgumentParser(prog="python -m aspire_simulator.offline", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", required=True, help="npz of recorded rounds")
     parser.add_argument("--out", help="evidence file to write, e.g. reports/cpu/policy_offline.json")
     options = parser.parse_args(arguments)
-    try:
-        recordings = sorted(load_recordings(options.rounds), key=lambda one: (-one.temperature, one.name))
-        cells = [evaluate_cell(recording, c, v) for recording in recordings for c, v in PRICES]
-        results = results_of(cells)
-        print(table(cells))
-        if any(cell["temperature"] > 0 for cell in cells):
-            results.append(compare_share(recordings))
-            results[0]["detail"]["ablations"] = {name: ablate(recordings, made) for name, made in ABLATIONS.items()}
-        for result in results:
-            low, high = result["spread"]["min"], result["spread"]["max"]
-            print(f"{result['id']} {result['value']:.4f} ({low:.4f} .. {high:.4f}, {result['n']} cells)")
-        for name, found in results[0]["detail"].get("ablations", {}).items():
-            figures = ", ".join(f"{key} {value:.4f}" for key, value in found.items())
-            print(f"goodput / paper, {name}: {figures}")
-        if options.out:
-            command = f"python -m aspire_simulator.offline --rounds {Path(options.rounds).name} --out {options.out}"
-            print(f"wrote {write_evidence(options.out, results, command=command)}", file=sys.stderr)
-    except AspireError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    recordings = sorted(load_recordings(options.rounds), key=lambda one: (-one.temperature, one.name))
+    cells = [evaluate_cell(recording, c, v) for recording in recordings for c, v in PRICES]
+    results = results_of(cells)
+    print(table(cells))
+    if any(cell["temperature"] > 0 for cell in cells):
+        results.append(compare_share(recordings))
+        results[0]["detail"]["ablations"] = {name: ablate(recordings, made) for name, made in ABLATIONS.items()}
+    for result in results:
+        low, high = result["spread"]["min"], result["spread"]["max"]
+        print(f"{result['id']} {result['value']:.4f} ({low:.4f} .. {high:.4f}, {result['n']} cells)")
+    for name, found in results[0]["detail"].get("ablations", {}).items():
+        figures = ", ".join(f"{key} {value:.4f}" for key, value in found.items())
+        print(f"goodput / paper, {name}: {figures}")
+    if options.out:
+        command = f"python -m aspire_simulator.offline --rounds {Path(options.rounds).name} --out {options.out}"
+        print(f"wrote {write_evidence(options.out, results, command=command)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
