@@ -66,20 +66,10 @@ class AcceptanceModel(ABC):
         return np.zeros(1, dtype=np.float32)
 
     @abstractmethod
-    def _difficulty(self, rng: np.random.Generator, length: int) -> Floats:
-        """[length]: below ``gain`` where the draft is right."""
-
     def draw(self, seed: int, request: int, length: int) -> Outcomes:
         """Outcomes of the first ``length`` output positions of request number ``request``; a function of the
         arguments.
         """
-        rng = _generator(seed, request)
-        difficulty = self._difficulty(rng, length).astype(np.float32)
-        return Outcomes(difficulty, *self.margins.draw(rng, length))
-
-    @abstractmethod
-    def log_likelihood(self, train: Rounds, test: Rounds) -> Floats:
-        """[draws of test]: log probability of each outcome; requests' own effects may be learned from ``train``."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON object of the model."""
@@ -93,6 +83,23 @@ class AcceptanceModel(ABC):
     def label(self) -> str:
         """Short name for tables."""
         return self.kind
+
+
+class RandomAcceptance(AcceptanceModel):
+    """A model that draws its outcomes, and so has a likelihood; the others read recorded ones."""
+
+    @abstractmethod
+    def _difficulty(self, rng: np.random.Generator, length: int) -> Floats:
+        """[length]: below ``gain`` where the draft is right."""
+
+    def draw(self, seed: int, request: int, length: int) -> Outcomes:
+        rng = _generator(seed, request)
+        difficulty = self._difficulty(rng, length).astype(np.float32)
+        return Outcomes(difficulty, *self.margins.draw(rng, length))
+
+    @abstractmethod
+    def log_likelihood(self, train: Rounds, test: Rounds) -> Floats:
+        """[draws of test]: log probability of each outcome; requests' own effects may be learned from ``train``."""
 
 
 def _generator(seed: int, request: int) -> np.random.Generator:
@@ -111,7 +118,7 @@ def _log_bernoulli(p: Any, accepted: NDArray[np.bool_]) -> Floats:
 
 
 @dataclass(frozen=True)
-class Iid(AcceptanceModel):
+class Iid(RandomAcceptance):
     """Every draft is accepted with probability ``alpha``: the paper's assumption."""
 
     kind = "iid"
@@ -128,7 +135,7 @@ class Iid(AcceptanceModel):
 
 
 @dataclass(frozen=True)
-class ByPosition(AcceptanceModel):
+class ByPosition(RandomAcceptance):
     """The j-th draft of a round is accepted with probability ``rates[j]`` given that those before it were."""
 
     kind = "position"
@@ -152,7 +159,7 @@ class ByPosition(AcceptanceModel):
 
 
 @dataclass(frozen=True)
-class Markov(AcceptanceModel):
+class Markov(RandomAcceptance):
     """Acceptance depends on the outcome at the position before; the first position is drawn from the stationary law."""
 
     kind = "markov"
@@ -190,7 +197,7 @@ class Markov(AcceptanceModel):
 
 
 @dataclass(frozen=True)
-class BetaEffect(AcceptanceModel):
+class BetaEffect(RandomAcceptance):
     """Each request has a rate of its own; with ``as_run_length`` the scaled Beta is its mean run of accepted drafts."""
 
     kind = "beta"
@@ -246,9 +253,6 @@ class Recorded(AcceptanceModel):
         if self.traces is None:
             raise InputError("this recorded acceptance model has no traces; give the path of a recording")
         return self.traces
-
-    def _difficulty(self, rng: np.random.Generator, length: int) -> Floats:
-        raise NotImplementedError("recorded outcomes are read, not drawn")
 
     def draw(self, seed: int, request: int, length: int) -> Outcomes:
         accepted, margin, wrong = self._loaded.window(request, _generator(seed, request), length)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from aspire.errors import InputError
-from aspire_simulator.acceptance import AcceptanceModel, BetaEffect, ByPosition, Iid, Markov
+from aspire_simulator.acceptance import BetaEffect, ByPosition, Iid, Markov, RandomAcceptance
 from aspire_simulator.margins import MarginModel
 from aspire_simulator.rounds import Rounds
 
@@ -21,7 +21,7 @@ LEAST_ROUNDS = 20
 class AcceptanceFit:
     """Fitted models by kind, the held-out score of each, and the best one."""
 
-    models: dict[str, AcceptanceModel]
+    models: dict[str, RandomAcceptance]
     held_out: dict[str, float]  # mean log likelihood of a draft's outcome, nats; higher is better
     best: str
     rounds: int
@@ -29,7 +29,7 @@ class AcceptanceFit:
     margin_auc: float  # chance that an accepted draft's margin exceeds a rejected one's; NaN without margins
 
     @property
-    def model(self) -> AcceptanceModel:
+    def model(self) -> RandomAcceptance:
         """The model that fits best."""
         return self.models[self.best]
 
@@ -77,7 +77,7 @@ def fit_acceptance(source: str | Path | Rounds, workload: str | None = None) -> 
     return AcceptanceFit(models, held_out, best, len(rounds), provenance["requests"], _auc(accepted, rejected))
 
 
-def _fit_all(rounds: Rounds) -> dict[str, AcceptanceModel]:
+def _fit_all(rounds: Rounds) -> dict[str, RandomAcceptance]:
     draws = rounds.draws()
     rate = float(draws.accepted.mean())
     deepest = int(draws.index.max()) + 1
@@ -89,7 +89,7 @@ def _fit_all(rounds: Rounds) -> dict[str, AcceptanceModel]:
         float((draws.accepted[draws.after_accept == flag].sum() + rate) / ((draws.after_accept == flag).sum() + 1))
         for flag in (True, False)
     ]
-    models: tuple[AcceptanceModel, ...] = (Iid(rate), ByPosition(by_position), Markov(*after), _fit_beta(rounds))
+    models: tuple[RandomAcceptance, ...] = (Iid(rate), ByPosition(by_position), Markov(*after), _fit_beta(rounds))
     return {model.kind: model for model in models}
 
 

@@ -72,9 +72,6 @@ class ExactOutcomes(AcceptanceModel):
             _fill(first, known, accepted, margin)
         return cls(first=first, accepted=accepted, margin=margin, wrong_margin=wrong)
 
-    def _difficulty(self, rng: np.random.Generator, length: int) -> Floats:
-        raise NotImplementedError("exact outcomes are read, not drawn")
-
     def draw(self, seed: int, request: int, length: int) -> Outcomes:
         span = slice(int(self.first[request]), int(self.first[request]) + length)
         if span.stop > self.first[request + 1]:
@@ -83,9 +80,6 @@ class ExactOutcomes(AcceptanceModel):
             )
         difficulty = np.where(self.accepted[span], -1.0, 1.0).astype(np.float32)
         return Outcomes(difficulty, self.margin[span], self.margin[span], self.wrong_margin[span])
-
-    def log_likelihood(self, train: Rounds, test: Rounds) -> Floats:
-        raise NotImplementedError("exact outcomes have no likelihood")
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "positions": len(self.accepted)}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from aspire.rundir import Run
 from aspire.runlog import VERIFY
 from aspire.scheduler import POLICIES, SchedulerConfig
-from aspire_simulator.acceptance import AcceptanceModel, Iid
+from aspire_simulator.acceptance import AcceptanceModel, Iid, RandomAcceptance
 from aspire_simulator.executor import simulate
 from aspire_simulator.metrics import summarize
 from aspire_simulator.oracle import parse_policy
@@ -26,7 +26,7 @@ RECOVER = [kind for kind in ("fsm", "goodput") if kind in POLICIES]
 
 
 @dataclass(frozen=True)
-class Turning(AcceptanceModel):
+class Turning(RandomAcceptance):
     """Acceptance ``before`` up to the middle of the output, ``after`` from there on."""
 
     kind = "turning"
