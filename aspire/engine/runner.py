@@ -68,7 +68,7 @@ class StepBounds:
     def for_graph(cls, plan: StepPlan, max_model_len: int, tokens: int) -> StepBounds:
         """Bounds of a step of ``tokens`` padded query tokens rounded up, so that few graphs serve all steps."""
         exact = cls.of(plan)
-        if exact.max_q > MAX_VERIFY_QUERIES or plan.num_prefills:
+        if plan.num_prefills:
             return cls(
                 max_q=tokens,
                 max_verify_q=min(tokens, MAX_VERIFY_QUERIES),

@@ -81,7 +81,6 @@ class PageLists:
             if spec.kind == "refresh-per-layer" and drafts
             else None
         )
-        self._max_pages = max_pages
         self._device = device
 
     @property
