@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aspire.engine.step_input import Shape, StepInput, host_buffer
 from aspire.scheduler import StepPlan
+from aspire_kernels import counters
 
 if TYPE_CHECKING:
     from aspire.engine.runner import ModelRunner, StepBounds, StepResult
@@ -56,12 +57,15 @@ class _Captured:
     device_input: StepInput
     packed: Tensor  # on the device
     ends: tuple[_HostEnd, _HostEnd]
+    paths: dict[str, int]  # kernel launches in it, by path
     launches: int = 0
 
     def replay(self) -> None:
         """Launch the whole step."""
         for graph in self.graphs:
             graph.replay()
+        for path, launches in self.paths.items():
+            counters.count(path, launches)
 
 
 class GraphCache:
@@ -152,12 +156,17 @@ class GraphCache:
         device_input = StepInput(shape, host.to(runner.device))
         runner.forward(device_input, bounds)
         torch.cuda.synchronize()
+        before = counters.snapshot()
         gc.disable()  # page-locked memory that the garbage collector frees during a capture would break it
         try:
             graphs, packed = self._record(device_input, bounds)
         finally:
             gc.enable()
-        return _Captured(graphs, device_input, packed, (_HostEnd.of(shape, packed), _HostEnd.of(shape, packed)))
+        ends = (_HostEnd.of(shape, packed), _HostEnd.of(shape, packed))
+        paths = counters.since(before)
+        for path, launches in paths.items():
+            counters.count(path, -launches)  # captured, not run
+        return _Captured(graphs, device_input, packed, ends, paths)
 
     def _record(self, device_input: StepInput, bounds: StepBounds) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
         """Capture the forward as a few graphs, cut before some layers.

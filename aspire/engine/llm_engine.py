@@ -46,7 +46,7 @@ from aspire.scheduler import (
 from aspire.scheduler.prefix_cache import page_hashes
 from aspire.tokenizer import Tokenizer, load_tokenizer
 from aspire_calibration import LoadedCostModel, load_cost_model
-from aspire_kernels import get_backend
+from aspire_kernels import counters, get_backend
 
 GRAPH_BUCKETS = (
     1,
@@ -146,6 +146,7 @@ class LLMEngine:
         self._submitted: list[LiveRequest] = []
         self._recording = True
         self._count = 0  # requests numbered so far
+        self._launched = counters.snapshot()  # when the recording began
         self._origin = time.perf_counter()
         self._last_end: float | None = None
         self._flight: deque[_StepInFlight] = deque()  # at most two
@@ -411,6 +412,7 @@ class LLMEngine:
             self.scheduler.reset_prefix_cache()  # a replay begins without them
         self._submitted = []
         self._count = 0
+        self._launched = counters.snapshot()
         self._recording = True
         self._margins = MarginLog() if margins else None
         self._origin = time.perf_counter()
@@ -462,6 +464,7 @@ class LLMEngine:
             "policy_label": f"{spec.label}, lossy ({self.config.decode})" if self.config.lossy else spec.label,
             "decode": self.config.decode,
             "lossy": self.config.lossy,
+            "launches": counters.since(self._launched),
             "kv_bytes_per_token": page_bytes(self.loaded.config, self.loaded.model.dtype) // self.config.block_size,
             "synthetic_acceptance": self._synthetic is not None or self.loaded.synthetic,
         }

@@ -1,5 +1,5 @@
-"""Launch counters per path: the proof that a fast path was taken. Counting is host-side; a replayed graph counts at
-capture only."""
+"""Launch counters per path: the proof that a fast path was taken. Counting is host-side: a replayed
+graph runs no host code, so who replays it counts what was launched into it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def count(path: str, launches: int = 1) -> None:
 def snapshot() -> dict[str, int]:
     """Copy of all counters, by path, in alphabetical order."""
     return dict(sorted(_counts.items()))
+
+
+def since(before: dict[str, int]) -> dict[str, int]:
+    """Launches by path since the `snapshot` ``before``."""
+    return {path: count - before.get(path, 0) for path, count in snapshot().items() if count != before.get(path, 0)}
 
 
 def reset() -> None:

@@ -228,6 +228,8 @@ def summarize(run: Run, *, goodput: Mapping[str, float] | None = None) -> dict[s
         "engine_busy_share": float(steps.duration_s.sum()) * per_s,
         **throughput(steps),
     }
+    if "launches" in run.config:  # of kernels, by path: that drafts took the sparse one can be read here
+        summary["launches"] = dict(run.config["launches"])
     for name, values in (
         ("ttft", found.ttft_s),
         ("tpot", found.tpot_s),

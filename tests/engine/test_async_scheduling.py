@@ -8,10 +8,13 @@ import pytest
 pytest.importorskip("torch")
 
 from aspire import SamplingParams  # noqa: E402
+from aspire.engine.graphs import _Captured  # noqa: E402
 from aspire.engine.llm_engine import LLMEngine  # noqa: E402
 from aspire.rundir import Run, read_run, write_run  # noqa: E402
 from aspire.scheduler import PolicySpec  # noqa: E402
+from aspire_kernels import counters  # noqa: E402
 from aspire_simulator import replay  # noqa: E402
+from aspire_simulator.metrics import summarize  # noqa: E402
 from tests.invariants.cases import prompt_of, small  # noqa: E402
 from tests.invariants.harness import Limits, LinearCost, check_drained, drive, make_engine  # noqa: E402
 
@@ -101,3 +104,23 @@ def test_a_policy_is_switched_and_requests_aborted_with_a_step_in_flight() -> No
         finished |= {output.request_id for output in engine.step()}
     check_drained(engine)
     assert not engine.scheduler.in_flight
+
+
+def test_a_run_tells_which_paths_its_kernels_took() -> None:
+    found = {}
+    for policy in ("autoregressive", "fixed"):
+        engine = _engine(policy, ahead=True)
+        engine.begin_record()
+        _submit(engine, ignore_eos=True)
+        drive(engine)
+        found[policy] = summarize(Run(engine.record()[2], *engine.record()[:2]))["launches"]
+    assert found["fixed"]["attention.reference.sparse"] > 0 and found["fixed"]["attention.reference.full"] > 0
+    assert "attention.reference.sparse" not in found["autoregressive"]
+
+
+def test_a_replayed_graph_counts_what_was_launched_into_it() -> None:
+    counters.reset()
+    captured = _Captured([], None, None, (None, None), {"attention.triton.sparse": 30})  # type: ignore[arg-type]
+    captured.replay()
+    captured.replay()
+    assert counters.snapshot() == {"attention.triton.sparse": 60}
