@@ -190,7 +190,7 @@ class Scheduler(Residents):
         if not len(decoding):
             return _NOBODY, _NOBODY, _NOBODY
         kept, query = decoding, state.drafted + 1
-        if self.policy.drafts:
+        if self.policy.drafts and (len(prefilling) or not self.policy.rests(len(decoding))):
             view = self._view(decoding, state, prefilling)
             actions = self.policy.plan(view)
             draft = (actions == _ACT_DRAFT) & view.can_draft

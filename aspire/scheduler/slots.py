@@ -13,6 +13,15 @@ from aspire.scheduler.request import Request
 Ints = NDArray[np.int64]
 
 
+def index_of(rows: Ints) -> Ints | slice:
+    """The slots ``rows`` [n], ascending, as an index: a slice where they are the first n slots, as in a full batch.
+
+    It makes a view where an array would copy, and an update in place where that would gather and scatter.
+    """
+    count = len(rows)
+    return slice(0, count) if count and rows[-1] == count - 1 else rows
+
+
 class SlotRows(NamedTuple):
     """Copies [n] of what a step reads of its rows' slots; see `Slots`."""
 

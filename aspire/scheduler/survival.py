@@ -82,7 +82,7 @@ def worth_drafting(survival: Floats, upcoming: Floats, price: Floats | float, ra
     return np.asarray((gain > rate * spent).any(axis=1))
 
 
-def draft_price(row: Floats, token: Floats, shared: float, requests: int) -> Floats:
+def draft_price(row: Floats | float, token: Floats | float, shared: float, requests: int) -> Floats:
     """[n] time that one more draft costs: its ``row`` [n], its ``token`` [n] to verify, and its share of the step.
 
     ``shared``: what a step takes whoever is in it (weights, launches, host), carried by all ``requests`` alike. A
@@ -146,6 +146,7 @@ class SurvivalModel:
         self._drafted: Ints = np.zeros(max_slots, dtype=np.int64)
         self._predicted: Floats = np.full((max_slots, d_max), p.prior_acceptance)
         self._root: Floats = np.full((max_slots, d_max), -1.0)  # sqrt(margin); -1 = not known
+        self._first_cell: Ints = np.arange(max_slots, dtype=np.int64) * d_max  # of each slot in the two, laid out flat
 
     def reset(self, slots: Ints) -> None:
         """Forget the requests that were in ``slots`` [n]; what they taught about the population stays."""
@@ -160,22 +161,31 @@ class SurvivalModel:
         self._root[slots] = -1.0
         self._predicted[slots] = self.params.prior_acceptance
 
-    def acceptance(self, slots: Ints, position: Ints, margin: Floats) -> Floats:
+    def acceptance(self, slots: Ints | slice, position: Ints, margin: Floats) -> Floats:
         """[n] P(draft accepted | those before it) at ``position`` (from 0), given its ``margin``; NaN = not known."""
-        known = margin >= 0
-        root = np.sqrt(np.where(known, np.minimum(margin, _MARGIN_LIMIT), 0.0))
-        logit = self.weights[0] + self.weights[1] * root + (self.weights[2] / self.d_max) * position
-        return logistic(np.where(known, logit, self._pooled_logit[position]) + self.effect[slots])
+        return self._judge(slots, position, margin)[0]
 
-    def observe_drafts(self, slots: Ints, position: Ints, margin: Floats) -> None:
+    def unseen_acceptance(self, slots: Ints) -> Floats:
+        """[n, d_max] P(draft accepted | those before it) at every position, margins not known."""
+        return logistic(self._pooled_logit + self.effect[slots][:, None])
+
+    def observe_drafts(self, slots: Ints | slice, position: Ints, margin: Floats) -> None:
         """``slots`` [n] drafted one token each at ``position`` [n] (from 0) of their round, with ``margin`` [n]."""
-        chance = self.acceptance(slots, position, margin)
-        before = np.where(position == 0, 1.0, self._survival[slots])
-        self._survival[slots] = before * chance
+        chance, root = self._judge(slots, position, margin)
+        self._survival[slots] = np.where(position == 0, chance, self._survival[slots] * chance)
         self._drafted[slots] = position + 1
-        self._predicted[slots, position] = chance
-        root = np.sqrt(np.clip(margin, 0.0, _MARGIN_LIMIT))
-        self._root[slots, position] = np.where(margin >= 0, root, -1.0)
+        cell = self._first_cell[slots] + position
+        self._predicted.reshape(-1)[cell] = chance
+        self._root.reshape(-1)[cell] = root
+
+    def _judge(self, slots: Ints | slice, position: Ints, margin: Floats) -> tuple[Floats, Floats]:
+        """`acceptance`, and the square root of each margin that it was judged by; -1 = not known."""
+        known = margin >= 0
+        root = np.sqrt(np.minimum(np.maximum(margin, 0.0), _MARGIN_LIMIT))
+        logit = self.weights[1] * root + (self.weights[0] + (self.weights[2] / self.d_max) * position)
+        if np.count_nonzero(known) < known.size:
+            root, logit = np.where(known, root, -1.0), np.where(known, logit, self._pooled_logit[position])
+        return logistic(logit + self.effect[slots]), root
 
     def observe_verified(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
         """Verification of ``drafted`` [n] drafts, 0 allowed; the first ``accepted`` [n] were right; ends the rounds."""
@@ -205,7 +215,7 @@ class SurvivalModel:
         self.effect[slots] *= carry
         self._variance[slots] = stationary + carry**2 * (self._variance[slots] - stationary)
 
-    def survival(self, slots: Ints, drafted: Ints) -> Floats:
+    def survival(self, slots: Ints | slice, drafted: Ints) -> Floats:
         """[n] P(all ``drafted`` [n] drafts of the round are accepted), in [0, 1]; 1 without drafts.
 
         Evidence may be a step late: drafts beyond those observed count with the mean acceptance of their place, and a
@@ -213,17 +223,19 @@ class SurvivalModel:
         """
         known = np.where(drafted > 0, self._survival[slots], 1.0)
         unseen = np.maximum(drafted - self._drafted[slots], 0)
-        if not unseen.any():
+        if not np.count_nonzero(unseen):
             return known
         place = np.minimum(np.maximum(drafted, 1), self.d_max) - 1
         return np.asarray(known * logistic(self._pooled_logit[place] + self.effect[slots]) ** unseen)
 
-    def next_acceptance(self, slots: Ints, drafted: Ints, horizon: int = 1) -> Floats:
+    def next_acceptance(self, slots: Ints | slice, drafted: Ints, horizon: int = 1) -> Floats:
         """[n, horizon] P(the next 1..horizon drafts are accepted | all ``drafted`` [n] are), their margins not known.
 
         Places past d_max count as 0. A slot without drafts gets ``optimism`` standard deviations on top.
         """
-        shift = self.effect[slots] + self.params.optimism * np.sqrt(self._variance[slots]) * (drafted == 0)
+        shift = self.effect[slots]
+        if np.count_nonzero(drafted) < len(drafted):
+            shift = shift + self.params.optimism * np.sqrt(self._variance[slots]) * (drafted == 0)
         if horizon == 1:
             chance = logistic(self._pooled_logit[np.minimum(drafted, self.d_max - 1)] + shift)
             return (chance * (drafted < self.d_max))[:, None]

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aspire.scheduler import Action, Feedback, PolicySpec, PolicyView, StepFeatures
-from aspire.scheduler.policies.goodput import REPRICE_STEPS, Goodput, price_batch
+from aspire.scheduler.policies.goodput import REPRICE_STEPS, Goodput
+from aspire.scheduler.policies.prices import price_batch
 from aspire.scheduler.policies.rounds import RoundPrices, plan_round
 from aspire_calibration import LoadedCostModel, analytic_model
 from tests.simulator.helpers import LinearCost
@@ -100,6 +101,44 @@ def test_prices_of_a_linear_model_are_exact(
     plain = float(model.predict(StepFeatures.from_matrix(view.verify_features().matrix().sum(axis=0))))
     assert prices.ar_rate == pytest.approx(len(context) / plain)
     assert prices.speedup >= 1.0
+
+
+def test_a_batch_is_priced_in_one_call_with_the_numbers_of_many() -> None:
+    """The curve over draft lengths and the chords around its best, asked for one by one."""
+    model = LoadedCostModel(analytic_model("h200", "smollm2-135m", graph_buckets=(64, 128, 192, 256)), warn=print)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=300.0, prefill_tokens=300.0, prefill_qkv=3e5)
+    view = view_of([3000] * 24 + [5000] * 24, [512] * 48, model, select_layer_share=1.0, other=chunk)
+    asked: list[Any] = []
+
+    class Counted:
+        def predict(self, features: StepFeatures) -> np.ndarray:
+            return model.predict(features)
+
+        def marginal(self, base: StepFeatures, added: StepFeatures) -> np.ndarray:
+            asked.append(added)
+            return model.marginal(base, added)
+
+    acceptance, empty_s = np.full((48, 16), 0.8), float(model.predict(StepFeatures.zeros()))
+    prices = price_batch(view, Counted(), acceptance, empty_s)
+    assert len(asked) == 1
+    draft = StepFeatures.of(rows=1.0, query_tokens=1.0, draft_rows=1.0, sparse_kv_tokens=512.0).matrix()
+    kv = {"full_kv_tokens": 4000.0, "select_kv_tokens": 4000.0, "select_rows": 1.0}
+    verify = StepFeatures.of(rows=1.0, query_tokens=1.0, verify_rows=1.0, **kv).matrix()
+    token = StepFeatures.of(query_tokens=1.0, padded_tokens=0.0).matrix()
+    rates, seconds = [], []
+    for g in range(17):
+        step = StepFeatures.from_matrix(48 * (g * (draft + token) + verify) / (g + 1))
+        seconds.append(empty_s + float(model.marginal(chunk, step)))
+        rates.append(48 * sum(0.8**k for k in range(g + 1)) / (g + 1) / seconds[-1])
+    best = int(np.argmax(rates))
+    around = StepFeatures.from_matrix(chunk.matrix() + 24 * (best * (draft + token) + verify) / (best + 1))
+    row, one, full = (
+        float(model.marginal(around, StepFeatures.from_matrix(48 * work))) / 48 for work in (draft, token, verify)
+    )
+    assert best > 0 and prices.speedup == pytest.approx(rates[best] / prices.ar_rate, rel=1e-9)
+    assert (prices.row, prices.token) == (pytest.approx(row, rel=1e-9), pytest.approx(one, rel=1e-9))
+    rows_s = 48 * (best * (row + one) + full) / (best + 1)
+    assert prices.shared == pytest.approx(seconds[best] - rows_s, rel=1e-9)
 
 
 def test_prompts_in_the_step_are_not_charged_to_the_drafts() -> None:
@@ -335,6 +374,29 @@ def test_the_rate_to_beat_is_that_of_a_batch_that_makes_no_page_lists() -> None:
     chance = np.full((32, 16), 0.8)
     with_lists = price_batch(replace(view, select_layer_share=1.0), model, chance)
     assert with_lists.ar_rate == pytest.approx(price_batch(view, model, chance).ar_rate)
+
+
+def test_where_not_even_a_sure_draft_pays_a_batch_is_asked_ever_less_often() -> None:
+    policy, view = built(4), view_of([2000] * 4, [2000] * 4, LinearCost(base=1e-4, token=1e-6, kv=1e-7))
+    asked, verify = [], np.full(4, int(Action.VERIFY))
+    for step in range(300):
+        if not policy.rests(4):
+            asked.append(step)
+            assert (policy.plan(view) != DRAFT).all() and policy.resting
+        policy.observe(outcome(view, verify, 0))
+    assert np.diff(asked).tolist() == [8, 16, 32, 64, 64, 64]
+    policy.reset(np.array([3]))  # another request moved in
+    assert not policy.rests(4)
+    policy.plan(view)
+    assert all(policy.rests(4) for _ in range(7)) and not policy.rests(4)
+
+
+def test_a_batch_rests_without_being_asked_only_while_it_is_what_it_was() -> None:
+    policy, view = built(4), view_of([2000] * 4, [2000] * 4, LinearCost(base=1e-4, token=1e-6, kv=1e-7))
+    policy.plan(view)
+    assert policy.rests(4) and not policy.rests(3) and not policy.rests(5)
+    policy.plan(replace(view, other=StepFeatures.of(rows=1.0, query_tokens=64.0, prefill_tokens=64.0)))
+    assert not policy.rests(4)  # it was asked last beside a prompt, whose step is another one
 
 
 def test_a_batch_at_rest_is_asked_again_soon_and_learns_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

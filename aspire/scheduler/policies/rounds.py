@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aspire.scheduler.features import CostModel, StepFeatures
 from aspire.scheduler.policies.base import Action, Floats, PolicyView
 
 
@@ -23,25 +22,21 @@ class RoundPrices:
     rate: float
 
 
-def price_rounds(
-    model: CostModel,
-    other: StepFeatures,  # 0-d, prefill chunks beside
-    draft: Floats,  # features of a mean drafting row
-    verify: Floats,  # of a mean verifying row without drafts
-    one_token: Floats,  # of one more query token
-    count: int,
-    tokens: Floats,  # [d_max + 1] expected tokens of a round of 0, 1, .. drafts
-    empty_s: float,
-) -> RoundPrices:
-    """Price common rounds of ``count`` requests, for every draft length; the best one's tokens are priced by the chord
-    from no draft to it."""
-    lengths = np.arange(len(tokens), dtype=np.float64)
-    drafting = StepFeatures.from_matrix(np.stack([count * draft, 0.5 * count * draft]))
-    whole_s, half_s = (empty_s + model.marginal(other, drafting)).tolist()
-    verifying = StepFeatures.from_matrix(count * (verify + lengths[:, None] * one_token))
-    verify_s = empty_s + model.marginal(other, verifying)
-    rates = count * tokens / np.maximum(lengths * whole_s + verify_s, 1e-12)
-    best = max(int(np.argmax(rates)), 1)
+def round_work(draft: Floats, verify: Floats, one_token: Floats, count: int, lengths: int) -> Floats:
+    """[len(FEATURES), 2 + lengths]: steps in which all ``count`` requests draft, half of them do, all verify 0, 1, ..
+    drafts. Of one mean row, as columns [len(FEATURES), 1]: ``draft``, ``verify`` without drafts, ``one_token`` more."""
+    verifying = verify + np.arange(lengths, dtype=np.float64) * one_token
+    return np.concatenate([count * draft, 0.5 * count * draft, count * verifying], axis=1)
+
+
+def price_rounds(added_s: Floats, empty_s: float, count: int, tokens: Floats) -> RoundPrices:
+    """Prices of common rounds from ``added_s`` [2 + d_max + 1], seconds that the steps of `round_work` add to an empty
+    one of ``empty_s``, and ``tokens`` [d_max + 1] expected of a round of 0, 1, .. drafts. Tokens of the best draft
+    length are priced by the chord from no draft to it."""
+    whole_s, half_s = (empty_s + added_s[:2]).tolist()
+    verify_s = empty_s + added_s[2:]
+    rates = count * tokens / np.maximum(np.arange(len(tokens)) * whole_s + verify_s, 1e-12)
+    best = max(int(rates.argmax()), 1)
     row = max(2.0 * (whole_s - half_s) / count, 0.0)
     token = max(float(verify_s[best] - verify_s[0]) / (best * count), 0.0)
     return RoundPrices(step=max(whole_s - count * row, 0.0), row=row + token, rate=float(rates.max()))

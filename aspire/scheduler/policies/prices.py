@@ -1,0 +1,114 @@
+"""What drafts and steps of the batch as it is cost, for `Goodput`: one call of the cost model prices it all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
+from aspire.scheduler.policies.base import Floats, PolicyView
+from aspire.scheduler.policies.rounds import RoundPrices, price_rounds, round_work
+from aspire.scheduler.survival import draft_price
+
+_SPARSE_KV, _FULL_KV, _SELECT_KV, _SELECT_ROWS = map(
+    FEATURES.index, ("sparse_kv_tokens", "full_kv_tokens", "select_kv_tokens", "select_rows")
+)
+_ONE_TOKEN: Floats = StepFeatures.of(query_tokens=1.0).columns()
+EMPTY = StepFeatures.zeros()
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What the rows of a batch of ``requests`` cost, around the draft length that suits the batch on average.
+
+    Seconds: ``row`` of a draft row of mean reach, ``sparse_token`` and ``context_token`` more for each token that it
+    reads beyond the mean, ``token`` of one more verified token, ``shared`` by all. ``ar_rate``: tokens per second of
+    the batch without drafts. ``speedup``: of the best common draft length over it, at the acceptance assumed.
+    ``rounds``: prices of rounds in common.
+    """
+
+    requests: int
+    row: float
+    token: float
+    sparse_token: float
+    context_token: float
+    shared: float
+    ar_rate: float
+    speedup: float
+    mean_sparse: float
+    mean_context: float
+    rounds: RoundPrices
+
+    def of_drafts(self, view: PolicyView, rate: float = 1.0) -> Floats:
+        """[n] seconds of one more draft of each request, its share of the step included; times ``rate``, tokens."""
+        alike = float(draft_price(self.row, self.token, self.shared, self.requests))
+        alike -= self.sparse_token * self.mean_sparse + self.context_token * self.mean_context
+        price = (rate * self.sparse_token) * view.sparse_tokens + rate * alike
+        if self.context_token:
+            price += (rate * self.context_token) * view.context_tokens
+        return np.asarray(price)
+
+
+def price_batch(view: PolicyView, model: CostModel, acceptance: Floats, empty_s: float | None = None) -> Prices:
+    """Price the rows of ``view``; ``acceptance`` [n, d_max] of draft 1..d_max given those before, margins unknown.
+
+    The whole curve: seconds of the mean step when all requests draft g a round, for every g, stairs of the graph
+    buckets included; the best g is where prices matter. Around it chords, wide enough to span a stair; they are priced
+    around every g, since one call is cheaper than to wait for the best. The seconds of prefill chunks in the step are
+    nobody's: they are due whatever the others do. ``empty_s``: `predict` of an empty step, where it is known already.
+    """
+    count, lengths = len(view.slots), np.arange(acceptance.shape[1] + 1.0)
+    mean_context = float(np.add.reduce(view.context_tokens)) / count
+    mean_sparse = float(np.add.reduce(view.sparse_tokens)) / count
+    typical = replace(
+        view,
+        slots=view.slots[:1],
+        drafted=np.zeros(1, dtype=np.int64),
+        context_tokens=np.array([mean_context]),
+        sparse_tokens=np.array([mean_sparse]),
+    )
+    draft, verify = typical.draft_features().columns(), typical.verify_features().columns()
+    one_token, beside = _ONE_TOKEN[:, None], view.other.columns()[:, None]
+    steps = (count / (lengths + 1.0)) * (lengths * (draft + one_token) + verify)
+    plain = count * verify
+    plain[[_SELECT_KV, _SELECT_ROWS]] = 0.0  # nobody drafts: no page lists
+    common = round_work(draft, verify, one_token, count, len(lengths))
+    share, reach = view.full_layer_share, np.zeros((len(FEATURES), 5))
+    reach[:, 0], reach[:, 1], reach[:, 2] = draft[:, 0], _ONE_TOKEN, verify[:, 0]
+    reach[_SPARSE_KV, 3] = (1.0 - share) * max(mean_sparse, 1.0)
+    reach[_FULL_KV, 4] = reach[_SELECT_KV, 4] = share * max(mean_context, 1.0)
+    around = beside + 0.5 * steps
+    curve = np.concatenate([steps, plain, common], axis=1)
+    base, work = np.empty((2, len(FEATURES), curve.shape[1] + 5 * len(lengths)))
+    base[:, : curve.shape[1]], work[:, : curve.shape[1]] = beside, curve
+    # every g beside each of the five: splitting the last axis makes no copy
+    base[:, curve.shape[1] :].reshape(-1, len(lengths), 5)[:] = around[:, :, None]
+    work[:, curve.shape[1] :].reshape(-1, len(lengths), 5)[:] = count * reach[:, None]
+    added_s = model.marginal(StepFeatures.from_columns(base), StepFeatures.from_columns(work))
+
+    if empty_s is None:
+        empty_s = float(model.predict(EMPTY))
+    common_s, chords_s = added_s[len(lengths) + 1 : curve.shape[1]], added_s[curve.shape[1] :].reshape(-1, 5)
+    seconds = empty_s + added_s[: len(lengths)]
+    tokens = np.ones(len(lengths))
+    tokens[1:] += np.cumsum(np.add.reduce(np.cumprod(acceptance, axis=1), axis=0)) / count
+    rates = count * tokens / (lengths + 1.0) / np.maximum(seconds, 1e-12)
+    best = int(rates.argmax())
+    ar_rate = count / max(empty_s + float(added_s[len(lengths)]), 1e-12)
+    row, token, verify_s, sparse, context = (np.maximum(chords_s[best], 0.0) / count).tolist()
+    rows_s = count * (best * (row + token) + verify_s) / (best + 1.0)
+    step_s = float(seconds[best])
+    return Prices(
+        requests=count,
+        row=row,
+        token=token,
+        sparse_token=sparse / max(mean_sparse, 1.0),
+        context_token=context / max(mean_context, 1.0),
+        shared=min(max(step_s - rows_s, 0.0), max(step_s, 0.0)),
+        ar_rate=ar_rate,
+        speedup=float(rates[best]) / ar_rate,
+        mean_sparse=mean_sparse,
+        mean_context=mean_context,
+        rounds=price_rounds(common_s, empty_s, count, tokens),
+    )
