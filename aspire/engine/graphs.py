@@ -1,5 +1,4 @@
-"""CUDA graphs of steps, keyed by padded sizes and captured when first needed. Steps with long chunks of prompts run
-eagerly: their kernels take longer than the launches.
+"""CUDA graphs of steps, keyed by padded sizes and captured when first needed.
 
 Padded tokens write to the trash page, padded rows have no query; a graph's bounds hold for every step that replays it.
 """
@@ -129,7 +128,8 @@ class GraphCache:
         limit = self._runner.config.max_num_seqs
         tokens = int(self._buckets[np.searchsorted(self._buckets, plan.num_query_tokens)])
         if plan.num_prefills:
-            samples = limit if plan.num_samples <= limit else tokens
+            doublings = (-(-max(plan.num_samples, 1) // limit) - 1).bit_length()
+            samples = min(tokens, limit << doublings)
             return Shape(tokens, limit, samples, _PAGES_PER_ROW * limit + _PROMPT_PAGES)
         rows = int(self._row_buckets[np.searchsorted(self._row_buckets, plan.num_rows)])
         return Shape(tokens, rows, tokens, _PAGES_PER_ROW * rows)

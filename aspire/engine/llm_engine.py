@@ -56,7 +56,9 @@ GRAPH_BUCKETS = (
     *range(16, 257, 16),
     *range(320, 1025, 64),
     *range(1152, 2049, 128),
-    *range(2304, 4353, 256),
+    *range(2304, 4097, 256),
+    *range(4608, 8193, 512),
+    *range(9216, 32769, 1024),
 )
 
 
@@ -91,7 +93,7 @@ class LLMEngine:
                 f"max_model_len {max_len} is more than the model's {shape.max_position_embeddings} positions; lower it"
             )
         use_graphs = self.device.type == "cuda" and not config.enforce_eager and backend.name == "triton"
-        limit = config.max_num_seqs * (MAX_DRAFT + 1)
+        limit = max(config.max_num_seqs * (MAX_DRAFT + 1), config.max_num_batched_tokens)
         buckets = (*(b for b in GRAPH_BUCKETS if b < limit), limit) if use_graphs else ()
         pages_per_slot = -(-max_len // config.block_size)
         wanted = config.max_num_seqs * pages_per_slot + 1

@@ -71,7 +71,7 @@ class StepBounds:
         if plan.num_prefills:
             return cls(
                 max_q=tokens,
-                max_verify_q=min(tokens, MAX_VERIFY_QUERIES),
+                max_verify_q=min(tokens, MAX_VERIFY_QUERIES) if exact.max_verify_q else 0,
                 max_full_kv=max_model_len,
                 max_sparse_kv=_power(exact.max_sparse_kv),
                 max_kv=max_model_len,

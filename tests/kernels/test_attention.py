@@ -10,7 +10,7 @@ from aspire_kernels import AttentionBatch, counters, get_backend
 from aspire_kernels._triton import multiprocessors
 from aspire_kernels.attention import paged
 from aspire_kernels.attention.reference import paged_attention as reference
-from aspire_kernels.attention.tuning import SPARSE, VERIFY, Tile
+from aspire_kernels.attention.tuning import PREFILL, SPARSE, START_UNITS, VERIFY, Tile
 from tests.kernels.cases import BOUNDS, DEVICES, Case, Row, make_case, relative_error
 
 MIXES = {
@@ -47,6 +47,17 @@ def test_cut_anywhere(share: int, device: str) -> None:
         VERIFY: Tile(16, 16, 4, 3, per_sm=3, split=True, min_share=share),
     }
     check(make_case(MIXES["mixed"], kv_heads=2, group=3, head_dim=32, device=device), torch.float32, tiles)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("start", [0, 1, 3, 7])
+@pytest.mark.parametrize("per_sm", [1, 2, 5])
+def test_prompts_cut_where_items_begin(start: int, per_sm: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short items, whose beginnings count as units: shares end before, in and after them."""
+    monkeypatch.setitem(START_UNITS, PREFILL, start)
+    rows = [Row(40, 40), Row(1, 50), Row(21, 90), Row(18, 18), Row(33, 130)]
+    case = make_case(rows, kv_heads=2, group=3, head_dim=32, device=device)
+    check(case, torch.float32, {PREFILL: Tile(64, 16, 4, 3, per_sm=per_sm, min_share=1)})
 
 
 @pytest.mark.parametrize("device", DEVICES)

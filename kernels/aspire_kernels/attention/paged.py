@@ -18,6 +18,7 @@ from aspire_kernels.attention.tuning import (
     KIND_NAMES,
     PREFILL,
     SPARSE,
+    START_UNITS,
     VERIFY,
     Tile,
     choose_tile,
@@ -43,14 +44,18 @@ def workspace_bytes() -> int:
 
 
 def classes_of(batch: AttentionBatch) -> list[int]:
-    """Classes of rows that the batch's host bounds allow."""
+    """Classes of rows that the batch's host bounds allow, those of long items first.
+
+    Classes run beside each other. The programs of the first are spread evenly over the multiprocessors; those of the
+    next go where there is room, and programs that share long work equally must not crowd on some of them.
+    """
     present = []
-    if batch.has_sparse:
-        present.append(SPARSE)
-    if batch.has_full and int(batch.max_verify_q or 0) > 0:
-        present.append(VERIFY)
     if batch.has_prefill:
         present.append(PREFILL)
+    if batch.has_full and int(batch.max_verify_q or 0) > 0:
+        present.append(VERIFY)
+    if batch.has_sparse:
+        present.append(SPARSE)
     return present
 
 
@@ -238,6 +243,7 @@ def _launch_class(
         scale * math.log2(math.e),
         SPARSE=plan.kind == SPARSE,
         SPLIT=plan.split,
+        START=START_UNITS[plan.kind],
         CAUSAL=queries > 1,
         MASS=with_mass,
         HEADS=heads,

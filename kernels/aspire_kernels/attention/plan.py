@@ -4,9 +4,10 @@ replay.
 Rows fall into three classes, each with its own launch and tile: *sparse* (draft rows), *verify* (full rows of few query
 tokens: decode and verification) and *prefill*. A *job* is one query tile of a row; its work is counted in KV tiles of
 BLOCK_N tokens, for each KV head. All units ``(job, kv head, tile)`` of a class form one line, which is cut into equal
-shares, one per program, wherever the cuts fall. So few long rows and many short ragged ones fill the chip alike. Where
-the items are of about equal length each is cut into the same number of chunks instead, one per program. A program that
-gets part of an item writes a partial result; the one that arrives last merges them.
+shares, one per program, wherever the cuts fall. So few long rows and many short ragged ones fill the chip alike. To
+begin an item takes as long as some tiles do; where items are short (the first query tiles of a prompt) these count as
+well. Where the items are of about equal length each is cut into the same number of chunks instead, one per program. A
+program that gets part of an item writes a partial result; the one that arrives last merges them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from aspire_kernels._triton import LAUNCH, cdiv, next_power_of_2, tl, triton, wait_for_inputs
 from aspire_kernels.attention.interface import PAGE_SIZE, AttentionBatch
-from aspire_kernels.attention.tuning import PREFILL, SPARSE, VERIFY, Tile
+from aspire_kernels.attention.tuning import PREFILL, SPARSE, START_UNITS, VERIFY, Tile
 
 DESC = 8
 """Integers of a job's descriptor: slot, first query token, query tokens, KV tokens, selected pages, tail page, query
@@ -39,8 +40,8 @@ def plan_kernel(
     tail_page,
     header,  # [4]: jobs, share, units, chunks (parts of every item, or 0: items are cut where shares end)
     desc,  # [jobs, DESC]
-    first_tile,  # [jobs + 1] tiles before each job (of one KV head)
-    prog,  # [programs, 4]: job, kv head, tile of each program's first unit; its number of units
+    first_unit,  # [jobs + 1] units before each job (of one KV head)
+    prog,  # [programs, 4]: job, kv head, place in its item of each program's first unit; its number of units
     rows,
     max_verify_q,
     programs,
@@ -51,6 +52,7 @@ def plan_kernel(
     steps,  # of the search: 2^steps > jobs
     KIND: tl.constexpr,
     SPLIT: tl.constexpr,
+    START: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -61,7 +63,7 @@ def plan_kernel(
     """One program: list the live jobs of one class, then cut their units into shares."""
     wait_for_inputs(PDL)
     jobs = 0
-    tiles_before = 0
+    units_before = 0
     longest = 0
     shortest = 0x7FFFFFFF
     for j0 in range(0, rows * query_tiles, BLOCK_J):
@@ -92,8 +94,9 @@ def plan_kernel(
         tiles = tl.where(mine, (visible + block_n - 1) // block_n, 0)
         live = mine.to(tl.int32)
         place = jobs + tl.cumsum(live, 0) - 1
-        before = tiles_before + tl.cumsum(tiles, 0) - tiles
-        tl.store(first_tile + place, before, mask=mine)
+        length_units = tiles + START * live
+        before = units_before + tl.cumsum(length_units, 0) - length_units
+        tl.store(first_unit + place, before, mask=mine)
         tl.store(desc + place * 8 + 0, slot, mask=mine)
         tl.store(desc + place * 8 + 1, start, mask=mine)
         tl.store(desc + place * 8 + 2, length, mask=mine)
@@ -105,13 +108,14 @@ def plan_kernel(
         longest = tl.maximum(longest, tl.max(tiles, 0))
         shortest = tl.minimum(shortest, tl.min(tl.where(mine, tiles, 0x7FFFFFFF), 0))
         jobs += tl.sum(live, 0)
-        tiles_before += tl.sum(tiles, 0)
-    tl.store(first_tile + jobs, tiles_before)
-    units = tiles_before * KV_HEADS
+        units_before += tl.sum(length_units, 0)
+    tl.store(first_unit + jobs, units_before)
+    units = units_before * KV_HEADS
     share = tl.maximum((units + programs - 1) // programs, min_share)
     # a few long items: whoever arrives last merges all parts of one, which takes about a fifth of a tile's time each;
     # share + parts / 5 is least at the square root
     share = tl.maximum(share, tl.ceil(tl.sqrt(longest.to(tl.float32) / 5.0)).to(tl.int32))
+    share = tl.maximum(share, START + 1)
     # items of about equal length: the same number of chunks of each, if that costs at most a 16th of balance
     items = jobs * KV_HEADS
     chunks = tl.minimum(programs // tl.maximum(items, 1), (longest + share - 1) // share)
@@ -123,7 +127,7 @@ def plan_kernel(
     tl.store(header + 2, units)
     tl.store(header + 3, chunks)
     if SPLIT:
-        tl.debug_barrier()  # first_tile was written by other threads of this program
+        tl.debug_barrier()  # first_unit was written by other threads of this program
         for g0 in range(0, programs, BLOCK_G):
             g = g0 + tl.arange(0, BLOCK_G)
             real = g < programs
@@ -134,10 +138,11 @@ def plan_kernel(
                 busy = real & (item < items)
                 job = tl.where(busy, item // KV_HEADS, 0)
                 head = tl.where(busy, item % KV_HEADS, 0)
-                begin = tl.load(first_tile + job, mask=busy, other=0)
-                tiles = tl.load(first_tile + job + 1, mask=busy, other=0) - begin
+                begin = tl.load(first_unit + job, mask=busy, other=0)
+                tiles = tl.load(first_unit + job + 1, mask=busy, other=START) - begin - START
                 tile = chunk * tiles // chunks
-                count = (chunk + 1) * tiles // chunks - tile
+                count = (chunk + 1) * tiles // chunks - tile + tl.where((tile == 0) & busy, START, 0)
+                at = tile + tl.where(tile > 0, START, 0)
             else:
                 unit = g * share
                 busy = real & (unit < units)
@@ -145,19 +150,19 @@ def plan_kernel(
                 high = tl.zeros([BLOCK_G], tl.int32) + tl.maximum(jobs - 1, 0)
                 for _ in range(steps):
                     middle = (low + high + 1) // 2
-                    reached = tl.load(first_tile + middle, mask=busy, other=0) * KV_HEADS <= unit
+                    reached = tl.load(first_unit + middle, mask=busy, other=0) * KV_HEADS <= unit
                     low = tl.where(reached, middle, low)
                     high = tl.where(reached, high, middle - 1)
-                begin = tl.load(first_tile + low, mask=busy, other=0)
-                tiles = tl.maximum(tl.load(first_tile + low + 1, mask=busy, other=1) - begin, 1)
+                begin = tl.load(first_unit + low, mask=busy, other=0)
+                length_units = tl.maximum(tl.load(first_unit + low + 1, mask=busy, other=1) - begin, 1)
                 offset = unit - begin * KV_HEADS
                 job = tl.where(busy, low, 0)
-                head = tl.where(busy, offset // tiles, 0)
-                tile = tl.where(busy, offset % tiles, 0)
+                head = tl.where(busy, offset // length_units, 0)
+                at = tl.where(busy, offset % length_units, 0)
                 count = tl.where(busy, tl.minimum(units - unit, share), 0)
             tl.store(prog + g * 4 + 0, job, mask=real)
             tl.store(prog + g * 4 + 1, head, mask=real)
-            tl.store(prog + g * 4 + 2, tile, mask=real)
+            tl.store(prog + g * 4 + 2, at, mask=real)
             tl.store(prog + g * 4 + 3, count, mask=real)
 
 
@@ -178,7 +183,7 @@ class ClassPlan:
     programs: int  # grid of the attention kernel
     header: Tensor  # [4] int32
     desc: Tensor  # [jobs + 1, DESC] int32
-    first_tile: Tensor  # [jobs + 1] int32
+    first_unit: Tensor  # [jobs + 1] int32
     prog: Tensor  # [programs, 4] int32
     settled: bool = False  # written before the launch that precedes the attention's, see `paged.prepare`
 
@@ -225,7 +230,7 @@ def make_plan(
         programs=programs,
         header=parts[0],
         desc=parts[1].view(-1, DESC),
-        first_tile=parts[2],
+        first_unit=parts[2],
         prog=parts[3].view(-1, 4),
     )
     plan_kernel[(1,)](
@@ -238,7 +243,7 @@ def make_plan(
         batch.tail_page,
         plan.header,
         plan.desc,
-        plan.first_tile,
+        plan.first_unit,
         plan.prog,
         rows,
         int(batch.max_verify_q or 0),
@@ -250,6 +255,7 @@ def make_plan(
         max(1, job_bound.bit_length()),
         KIND=kind,
         SPLIT=tile.split,
+        START=START_UNITS[kind],
         GROUP=group,
         KV_HEADS=kv_heads,
         PAGE=PAGE_SIZE,

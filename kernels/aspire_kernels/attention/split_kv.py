@@ -179,6 +179,7 @@ def attention_kernel(
     scale_log2,
     SPARSE: tl.constexpr,
     SPLIT: tl.constexpr,
+    START: tl.constexpr,  # units before the first tile of an item
     CAUSAL: tl.constexpr,  # rows may hold more than one query token
     MASS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -209,13 +210,16 @@ def attention_kernel(
         chunks = tl.load(header + 3)
         job = tl.load(prog + pid * 4)
         head = tl.load(prog + pid * 4 + 1)
-        tile = tl.load(prog + pid * 4 + 2)
+        at = tl.load(prog + pid * 4 + 2)  # units of the item before this program's
         remaining = tl.load(prog + pid * 4 + 3)
+        remaining = tl.where(at + remaining > START, remaining, 0)  # the program after this one begins the item
+        tile = tl.maximum(at - START, 0)
         unit = pid * share
         slot, start, length, tokens, sel_count, tail, query_tile, row = _descriptor(desc, job)
     else:
         job = pid // KV_HEADS
         head = pid % KV_HEADS
+        at = 0
         tile = 0
         jobs = tl.load(header)
         slot, start, length, tokens, sel_count, tail, query_tile, row = _descriptor(desc, job)
@@ -243,7 +247,7 @@ def attention_kernel(
             limit = tokens
             sees = tl.zeros([BLOCK_M], tl.int32) + limit
         tiles = (limit + BLOCK_N - 1) // BLOCK_N
-        end = tl.minimum(tiles, tile + remaining) if SPLIT else tiles
+        end = tl.minimum(tiles, at + remaining - START) if SPLIT else tiles
         in_head = head * GROUP + member
         q_mask = valid[:, None] if HEAD_DIM == BLOCK_D else valid[:, None] & (offs_d < HEAD_DIM)[None, :]
         q_at = q_ptr + (start + query).to(tl.int64)[:, None] * stride_qt + in_head[:, None] * stride_qh
@@ -291,13 +295,14 @@ def attention_kernel(
             if entire == 0:
                 # at most two parts a program: place 0 of an item begun before it, 1 of one that goes on after it
                 part = 2 * pid.to(tl.int64) + tl.where(tile == 0, 1, 0)
-                at = part_acc + part * (BLOCK_M * BLOCK_D) + offs_m[:, None] * BLOCK_D + offs_d[None, :]
-                tl.store(at, acc, mask=valid[:, None])
+                part_at = part_acc + part * (BLOCK_M * BLOCK_D) + offs_m[:, None] * BLOCK_D + offs_d[None, :]
+                tl.store(part_at, acc, mask=valid[:, None])
                 tl.store(part_ml + part * (2 * BLOCK_M) + offs_m, m_i, mask=valid)
                 tl.store(part_ml + part * (2 * BLOCK_M) + BLOCK_M + offs_m, l_i, mask=valid)
                 tl.debug_barrier()  # all threads' stores come before the arrival of this program
-                before = (unit - tile) // share
-                parts = (unit - tile + tiles - 1) // share - before + 1
+                first = unit - at + START
+                before = first // share
+                parts = (first + tiles - 1) // share - before + 1
                 if chunks > 0:
                     before = pid // chunks * chunks
                     parts = chunks
@@ -310,13 +315,16 @@ def attention_kernel(
                     acc_r, m_r, l_r = _merge(
                         part_acc, part_ml, before, parts, valid_r, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_PARTS
                     )
-                    at_r = out_ptr + (start + query_r).to(tl.int64)[:, None] * stride_ot + head_r[:, None] * stride_oh
+                    out_r = out_ptr + (start + query_r).to(tl.int64)[:, None] * stride_ot + head_r[:, None] * stride_oh
                     stored = valid_r[:, None] & (offs_d < HEAD_DIM)[None, :]
-                    tl.store(at_r + offs_d[None, :], (acc_r / l_r[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
+                    tl.store(out_r + offs_d[None, :], (acc_r / l_r[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
                     if MASS:
                         tl.store(lse_ptr + (start + query_r) * HEADS + head_r, m_r + log2(l_r), mask=valid_r)
-            remaining -= end - tile
-            unit += end - tile
+            done = end + START - at
+            unit += done
+            remaining -= done
+            remaining = tl.where(remaining > START, remaining, 0)
+            at = 0
             tile = 0
             head += 1
             if head == KV_HEADS:

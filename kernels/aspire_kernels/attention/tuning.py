@@ -24,6 +24,9 @@ from aspire_kernels._triton import next_power_of_2
 SPARSE, VERIFY, PREFILL = 0, 1, 2
 """Classes of rows, see `aspire_kernels.attention.plan`."""
 
+START_UNITS = {SPARSE: 0, VERIFY: 0, PREFILL: 4}
+"""KV tiles that take as long as to begin an item and end it, by class; 0 where items are long."""
+
 KIND_NAMES = ("sparse", "verify", "prefill")
 TABLE_FOLDER = Path(__file__).parent.parent / "tuning"
 
