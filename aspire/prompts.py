@@ -241,7 +241,10 @@ def _source_code() -> list[tuple[str, str]]:
 def _long_prompts(
     texts: list[tuple[str, str]], tokenizer: Tokenizer, num_prompts: int, input_len: int, seed: int, chat: bool
 ) -> list[Prompt]:
-    """Each prompt: whole texts in a random order until long enough, cut to length, and a question at the end."""
+    """Each prompt: whole texts in a random order until long enough, cut to length, and a question at the end.
+
+    A number stands at the beginning of each, so that none begins like another and all are prefilled.
+    """
     chooser = random.Random(seed)
     prompts = []
     for index in range(num_prompts):
@@ -256,14 +259,18 @@ def _long_prompts(
         if room < 1:
             least = len(start) + len(end) + 1
             raise UsageError(f"--input-len {input_len} has no room for the question; give at least {least}")
-        prompts.append(Prompt(f"prompt-{index}", token_ids=(*start, *_body(texts, tokenizer, room, chooser), *end)))
+        prompts.append(
+            Prompt(f"prompt-{index}", token_ids=(*start, *_body(index, texts, tokenizer, room, chooser), *end))
+        )
     return prompts
 
 
-def _body(texts: list[tuple[str, str]], tokenizer: Tokenizer, room: int, chooser: random.Random) -> list[int]:
-    """``room`` tokens of whole texts in a random order, the last one cut."""
+def _body(
+    index: int, texts: list[tuple[str, str]], tokenizer: Tokenizer, room: int, chooser: random.Random
+) -> list[int]:
+    """``room`` tokens: the number of the prompt and whole texts in a random order, the last one cut."""
     order = chooser.sample(range(len(texts)), len(texts))
-    body: list[int] = []
+    body = list(tokenizer.encode(f"Collection {index + 1}{_SEPARATOR}", add_special_tokens=False))
     for position in order * (1 + room * 8 // sum(len(text) for _, text in texts)):
         name, text = texts[position]
         # three characters a token is the least that ordinary text needs; longer pieces would be encoded for nothing
@@ -292,7 +299,9 @@ def _trace_prompts(
             output = min(output, max_model_len - 1)
             length = min(length, max_model_len - output)
         prompts.append(
-            Prompt(f"trace-{index}", token_ids=tuple(_body(texts, tokenizer, length, chooser)), max_tokens=output)
+            Prompt(
+                f"trace-{index}", token_ids=tuple(_body(index, texts, tokenizer, length, chooser)), max_tokens=output
+            )
         )
     return prompts
 
