@@ -349,6 +349,19 @@ def test_a_batch_verifies_together_where_one_verification_makes_the_step_dear() 
     assert {int(Action.VERIFY)} in together and {DRAFT} in together
 
 
+def test_no_common_rounds_where_their_verification_costs_more_than_they_give() -> None:
+    """Each draft is cheap for what it gives, but a verification makes page lists, and those are dear."""
+
+    class ListsAreDear(VerifyingIsDear):
+        def predict(self, features: StepFeatures) -> np.ndarray:
+            return np.asarray(super().predict(features) + 40e-3 * (features.select_rows > 0))
+
+    view = view_of([4000] * 64, [512] * 64, ListsAreDear(1.0), select_layer_share=1.0)
+    assert play(built(64), view, 200, accepted=16).mean() < 0.02
+    cheap = replace(view, cost_model=VerifyingIsDear(1.0))
+    assert play(built(64), cheap, 200, accepted=16).mean() > 0.8
+
+
 def test_nothing_waits_where_verifying_costs_no_more_than_its_rows() -> None:
     apart = modes(built(64), VerifyingIsDear(0.0))
     assert not any(int(Action.WAIT) in step for step in apart)

@@ -124,16 +124,14 @@ class Goodput(Policy):
         at = index_of(view.slots)
         survival = self.survival.survival(at, view.drafted)
         upcoming = self.survival.next_acceptance(at, view.drafted)
-        if self._common and self._prices is not None:
+        wanted = self._wanted(view, rate)
+        if self._common and self._prices is not None and (held or self._promising(self._prices)):
             actions = plan_round(self._prices.rounds, view, survival * upcoming[:, 0], rate, self.params.hysteresis)
             if held or np.count_nonzero(actions == _DRAFT):
                 self.resting, self._rest, self._long_rest = False, 0, 0
                 self._idle[at] = 0
                 return actions
-            draft, wanted = np.zeros(count, dtype=bool), self._wanted(view, rate)
-        else:
-            wanted = self._wanted(view, rate)
-            draft = worth_drafting(survival, upcoming, wanted, 1.0)
+        draft = np.zeros(count, dtype=bool) if self._common else worth_drafting(survival, upcoming, wanted, 1.0)
         if held < count:
             idle, fresh = self._idle[at], view.drafted == 0
             turn = fresh & (idle >= self._patience[at])
@@ -227,10 +225,19 @@ class Goodput(Policy):
             self._common = common > prices.speedup * (
                 1.0 - _MODE_HYSTERESIS if self._common else 1.0 + _MODE_HYSTERESIS
             )
-            self._pace.reprice(model, prices.ar_rate, together=self._common)
+            self._pace.reprice(model, prices.ar_rate, common, together=self._common)
             if not self._pace.started:
                 self._pace.start(max(common, prices.speedup), len(view.slots))
         return prices.ar_rate
+
+    def _promising(self, prices: Prices) -> bool:
+        """Whether common rounds are faster than plain decoding, by their prices and by what came of such promises.
+
+        A draft is weighed against the next step alone, in a round that is going on; that the verification is dear, and
+        makes page lists, is nobody's price.
+        """
+        promise = prices.rounds.rate / prices.ar_rate * self._pace.kept
+        return promise > (1.0 + self.params.hysteresis if self.resting else 1.0)
 
     def _outdated(self, prices: Prices, view: PolicyView) -> bool:
         if self._long_rest:

@@ -12,7 +12,8 @@ from aspire.scheduler.policies.base import Feedback
 from aspire.scheduler.policies.prices import EMPTY
 from aspire.scheduler.survival import RateTracker
 
-_PRIOR_TOKENS = 16.0  # of each request, that the pace assumed at the start counts for
+_PRIOR_TOKENS = 16.0  # of each request, that what is assumed at the start counts for
+_KEPT_WINDOWS = 10.0  # promises are judged over so many windows: a batch at rest is not to forget soon why
 
 
 class Pace:
@@ -25,6 +26,8 @@ class Pace:
     def __init__(self, window_tokens: float) -> None:
         self._window = window_tokens
         self._tracker: RateTracker | None = None
+        self._kept: RateTracker | None = None  # tokens of common rounds per token that prices promised
+        self._promise = 1.0
         self._model: CostModel | None = None
         self._ar_rate = 0.0
         self._together = False
@@ -41,12 +44,18 @@ class Pace:
     def start(self, pace: float, requests: int) -> None:
         """Assume ``pace`` until ``requests`` requests have shown their own."""
         self._tracker = RateTracker(pace, self._window, prior_tokens=_PRIOR_TOKENS * requests)
+        self._kept = RateTracker(1.0, _KEPT_WINDOWS * self._window, prior_tokens=_PRIOR_TOKENS * requests)
 
-    def reprice(self, model: CostModel, ar_rate: float, *, together: bool) -> None:
+    def reprice(self, model: CostModel, ar_rate: float, promise: float, *, together: bool) -> None:
         """From now on plain decoding makes ``ar_rate`` tokens per second of ``model``. ``together``: the batch goes in
-        common rounds, whose drafts are paid for by their verification."""
+        common rounds, whose drafts are paid for by their verification; they ``promise`` that pace."""
         self._settle()
-        self._model, self._ar_rate, self._together = model, ar_rate, together
+        self._model, self._ar_rate, self._promise, self._together = model, ar_rate, promise, together
+
+    @property
+    def kept(self) -> float:
+        """What common rounds gave over what they promised, 1 before there were any; fades while the batch rests."""
+        return 1.0 if self._kept is None else self._kept.rate
 
     def observe(self, feedback: Feedback, tokens: float) -> None:
         """A step committed ``tokens``."""
@@ -73,10 +82,13 @@ class Pace:
             return
         steps, self._steps, self._committed = self._steps, [], False
         seconds = self._decode_seconds(self._model, [feedback for feedback, _ in steps])
-        for (_, tokens), spent_s in zip(steps, seconds, strict=True):
+        for (feedback, tokens), spent_s in zip(steps, seconds, strict=True):
             self._unpaid += self._ar_rate * spent_s
             if tokens or not self._together:
                 self.observe_time(tokens, self._unpaid)
+                if self._together and self._kept is not None:
+                    drafted = np.count_nonzero(feedback.drafted) > 0
+                    self._kept.observe(tokens, self._unpaid * (self._promise if drafted else 1.0))
                 self._unpaid = 0.0
 
     def _decode_seconds(self, model: CostModel, steps: list[Feedback]) -> list[float]:
