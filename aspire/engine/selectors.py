@@ -6,6 +6,7 @@ in which a verification takes page mass, and what is done with the mass. No host
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from aspire_kernels import AttentionBatch, Backend, PageBudget, Resolved, SlotSt
 if TYPE_CHECKING:
     from aspire.engine.runner import StepBounds
 
+SELECTORS_KEPT = 8
+"""Selectors whose lists a runner keeps when policies are switched."""
 _LEAST_MASS = 1.0e-3  # added where masses are divided: what is below says nothing
 
 
@@ -36,6 +39,24 @@ class _Forward:
     drafting: bool
     verify_offsets: Tensor  # [rows, 2] query offsets whose mass is taken: of verifying rows
     all_offsets: Tensor  # the same, of drafting rows too: in layers that they read in full
+
+
+def list_shape(spec: SelectorSpec, num_layers: int, max_slots: int, max_model_len: int) -> tuple[int, int, int]:
+    """Shape of `PageLists.lists`."""
+    return num_layers if spec.per_layer else 1, max_slots, spec.max_selected(max_model_len)
+
+
+def seed_shape(spec: SelectorSpec, num_layers: int, max_slots: int, max_pages: int) -> tuple[int, int, int] | None:
+    """Shape of the mass that each layer's list was made from, which refresh-per-layer keeps; None for other kinds.
+    One slot more for rows that make no list."""
+    return (num_layers, max_slots + 1, max_pages) if spec.kind == "refresh-per-layer" else None
+
+
+def list_bytes(spec: SelectorSpec, num_layers: int, max_slots: int, max_pages: int) -> int:
+    """Bytes of the page lists of ``spec``, for contexts of up to ``max_pages`` pages."""
+    lists = list_shape(spec, num_layers, max_slots, max_pages * PAGE_TOKENS)
+    seed = seed_shape(spec, num_layers, max_slots, max_pages)
+    return 4 * (math.prod(lists) + (0 if seed is None else math.prod(seed)))
 
 
 class PageLists:
@@ -72,22 +93,12 @@ class PageLists:
             mass_layers = (spec.layer_index(num_layers),)
         self.mass_index = {layer: index for index, layer in enumerate(mass_layers)}
         self.selects = bool(mass_layers)
-        count = num_layers if spec.per_layer else 1
-        self.lists = torch.zeros((count, max_slots, spec.max_selected(max_model_len)), dtype=torch.int32, device=device)
+        shape = list_shape(spec, num_layers, max_slots, max_model_len)
+        self.lists = torch.zeros(shape, dtype=torch.int32, device=device)
         self.budget = PageBudget(spec.budget_ratio, spec.min_pages, spec.sinks, spec.recent)
-        # refresh-per-layer: the mass that each layer's list was made from; one slot more for rows that make none
-        self._seed = (
-            torch.zeros((count, max_slots + 1, max_pages), dtype=torch.float32, device=device)
-            if spec.kind == "refresh-per-layer" and drafts
-            else None
-        )
+        seed = seed_shape(spec, num_layers, max_slots, max_pages) if drafts else None
+        self._seed = None if seed is None else torch.zeros(seed, dtype=torch.float32, device=device)
         self._device = device
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the lists."""
-        seed = 0 if self._seed is None else self._seed.numel() * 4
-        return self.lists.numel() * 4 + seed
 
     def note_pages(self, entries: NDArray[np.int64]) -> None:
         """New block-table entries [n, 3]: a window lists the first pages, which nobody chooses."""

@@ -139,6 +139,13 @@ _SIZES = {"cuda": (4096, 256, 2048, 8192, 16), "interpreter": (512, 64, 256, 512
 """BLOCK, SUB, CAP, SEARCH, HOT of the kernels; small ones let small tests reach every path."""
 
 
+def scratch_bytes(rows: int, vocab: int, device_type: str = "cuda") -> int:
+    """Bytes that `sample` allocates beside the logits, its results included."""
+    block, sub, cap, _, _ = _SIZES["cuda" if device_type == "cuda" else "interpreter"]
+    blocks = cdiv(vocab, block)
+    return 4 * rows * (6 * blocks + 2 * blocks * (block // sub) + 2 * cap + 3)
+
+
 def sample(logits: Tensor, params: SamplingRows) -> Sampled:
     """Kernel form of `sample_reference`: two launches, no host wait; ``logits`` float32, float16 or bfloat16, last axis
     contiguous."""
