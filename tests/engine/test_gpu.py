@@ -14,13 +14,10 @@ import pytest
 
 from aspire.scheduler import SELECTOR_KINDS, PolicySpec, SelectorSpec
 from aspire.scheduler.policies.spec import POLICIES as KINDS_OF_POLICY
+from tests.engine.gpu import NEEDS_GPU
 
-torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("frozen_heap"),
-]
+pytest.importorskip("torch")
+pytestmark = NEEDS_GPU
 
 DEVICE = "cuda"
 POLICIES: dict[str, dict[str, Any]] = {

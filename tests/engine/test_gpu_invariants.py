@@ -15,12 +15,13 @@ import torch
 
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import Mode
+from tests.engine.gpu import NEEDS_GPU
 from tests.invariants.cases import KINDS, ample, assert_kv_is_fresh, fixed, prompt_of, small
 from tests.invariants.fuzz import fuzz_scenario, plain_scenario
 from tests.invariants.harness import Limits, drive, generate, make_engine
 from tests.invariants.lossless import Machine, Tally, check_lossless
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("frozen_heap")]
+pytestmark = NEEDS_GPU
 
 EAGER = Machine("cuda", attention_backend="triton", enforce_eager=True)
 GRAPHS = Machine("cuda", attention_backend="triton")

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from aspire.scheduler import PolicySpec, SelectorSpec
+from tests.engine.gpu import NEEDS_GPU
 
-torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.usefixtures("frozen_heap"),
-]
+pytest.importorskip("torch")
+pytestmark = NEEDS_GPU
 
 DEVICE = "cuda"
 FAMILY, TAIL, COUNT = 100, 24, 10
