@@ -22,7 +22,6 @@ import numpy as np
 from aspire import LLMEngine, SamplingParams
 from aspire.compare import Difference, Text, compare
 
-FP32_TIE = 1e-5
 BF16_TIE = 0.25  # two steps of bfloat16 between 16 and 32, where the best logits of real models lie
 SPREADS = 5.0
 COPIES = (2, 4, 8, 16, 32)  # of a disputed token, until one decides
@@ -101,10 +100,10 @@ class Appeal:
 class Judge:
     """Compares outputs with those of ``reference``: an autoregressive engine without a prefix cache."""
 
-    def __init__(self, reference: LLMEngine, dice: random.Random, tie_logits: float | None = None) -> None:
+    def __init__(self, reference: LLMEngine, dice: random.Random, tie_logits: float) -> None:
         self.reference = reference
-        self.half = reference.loaded.model.dtype.itemsize < 4
-        self.tie_logits = (BF16_TIE if self.half else FP32_TIE) if tie_logits is None else tie_logits
+        self.half = is_half(reference)
+        self.tie_logits = tie_logits
         self.compared = 0
         self.ties = 0
         self.appeals: list[Appeal] = []
@@ -190,6 +189,11 @@ class Judge:
             "appeals": {"heard": len(self.appeals), **verdicts},
             "appeals_of_largest_margin": [case.to_json() for case in worst[:10]],
         }
+
+
+def is_half(engine: LLMEngine) -> bool:
+    """Whether the model computes in half precision."""
+    return engine.loaded.model.dtype.itemsize < 4
 
 
 def _denied(case: Appeal) -> bool:

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from aspire import LLMEngine, SamplingParams
 from aspire.compare import Text
 from tests.soak import Soak
-from tests.soak_judge import Asked, Judge
+from tests.soak_judge import BF16_TIE, Asked, Judge
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -75,7 +75,7 @@ class _ScriptedJudge(Judge):
     """Autoregressive runs give token 7, or 8 where rounding makes the gap, drawn anew each time, negative."""
 
     def __init__(self, reference: LLMEngine, gap: float, rounding: float) -> None:
-        super().__init__(reference, random.Random(0))
+        super().__init__(reference, random.Random(0), BF16_TIE)
         self.first = gap
         self._gap, self._rounding, self._noise = gap, rounding, np.random.default_rng(0)
 
