@@ -13,6 +13,7 @@ from typing import Any
 
 from aspire.errors import MismatchError, UsageError, check_choice, check_keys
 from aspire_calibration.forms import Fitted
+from aspire_calibration.kriging import KrigedModel
 from aspire_calibration.launches import LaunchModel
 from aspire_calibration.model import CostModelFile
 from aspire_calibration.ramps import Ramp, RampModel
@@ -186,6 +187,7 @@ class Ratios:
 BOUND = {
     "one": "overhead",
     "rows": "overhead",
+    "padded_rows": "overhead",
     "draft_rows": "overhead",
     "verify_rows": "overhead",
     "full_rows": "overhead",
@@ -238,7 +240,10 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
     fitted: Fitted
     if isinstance(base, LaunchModel):
         graph, prompts, eager = (
-            _scaled(part, ratios, model, source) for part in (base.graph, base.prompts, base.eager)
+            replace(part, base=_scaled(part.base, ratios, model, source))  # what its launches lose, they lose there too
+            if isinstance(part, KrigedModel)
+            else _scaled(part, ratios, model, source)
+            for part in (base.graph, base.prompts, base.eager)
         )
         fitted = LaunchModel(graph, prompts, eager, base.graph_tokens)
     else:

@@ -196,8 +196,9 @@ def bootstrap_intervals(
         if isinstance(fitted, RampModel):
             slopes.append(mean_slopes(fitted, features))
         elif isinstance(fitted, LaunchModel):
-            parts = (fitted.graph, fitted.prompts, fitted.eager)
-            slopes.append({name: slope for part in parts for name, slope in mean_slopes(part, features).items()})
+            slopes.append(
+                {name: slope for part in fitted.prices for name, slope in mean_slopes(part, features).items()}
+            )
     low, middle, high = np.percentile(np.stack(predictions), [5, 50, 95], axis=0)
     width = float(np.median((high - low) / np.maximum(middle, 1e-12)))
     out = {"prediction": {"relative_width_p90": width, "resamples": float(resamples)}}

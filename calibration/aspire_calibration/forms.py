@@ -8,6 +8,7 @@
 | staircase | roofline with a deviation for every GEMM size: a larger one may be faster when its kernel is better |
 | launches | decode steps: roofline, context length and verify width; with prompts, without a graph: host or device |
 | stairs | launches with a deviation for every GEMM size of the graphs |
+| kriging | a sum of prices, corrected by a Gaussian process between the measured cells |
 | overlap | the larger of host work and roofline device work: steps of small models wait for the host |
 | table | linear times an interpolation between measured cells |
 `*-ols` are the same terms by ordinary least squares on seconds: for comparison only, never kept.
@@ -23,7 +24,7 @@ import numpy as np
 
 from aspire.errors import check_choice
 from aspire.scheduler.features import Floats
-from aspire_calibration.launches import LaunchModel, fit_launches
+from aspire_calibration.launches import GraphForm, LaunchModel, fit_launches
 from aspire_calibration.overlap import fit_max, host_terms
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative, ordinary
@@ -32,9 +33,10 @@ from aspire_calibration.table import TableModel
 from aspire_calibration.variables import INDEX, variable_rows
 
 LAST_SEGMENT = 4.0  # the last segment of a curve, along which it extrapolates, spans at least this factor
-LAUNCH_FORMS = {
+LAUNCH_FORMS: dict[GraphForm, str] = {
     "launches": "roofline, context and verify width; steps with prompts and without a graph apart",
     "stairs": "launches with a deviation per GEMM size",
+    "kriging": "prices corrected by a Gaussian process between cells; steps without a graph apart",
 }
 MIN_PER_KNOT = 3  # distinct sampled values that a segment of a curve must hold
 
@@ -139,9 +141,9 @@ def _fit_staircase(features: Floats, seconds: Floats, weights: Floats | None) ->
     return fit_staircase(roofline_terms(features), features, seconds, weights)
 
 
-def _launches_form(name: str, graph_tokens: float = np.inf) -> Form:
+def _launches_form(name: GraphForm, graph_tokens: float = np.inf) -> Form:
     def fit(features: Floats, seconds: Floats, weights: Floats | None) -> Fitted:
-        return fit_launches(roofline_terms, features, seconds, weights, graph_tokens, stairs=name == "stairs")
+        return fit_launches(roofline_terms, features, seconds, weights, graph_tokens, graphs=name)
 
     return Form(name, LAUNCH_FORMS[name], fit, monotone=False, handicap=1.1)
 
@@ -173,7 +175,8 @@ def forms_named(names: Sequence[str] | None = None, graph_buckets: Sequence[int]
     ``graph_buckets``: of the engine that was timed; larger steps ran without a graph.
     """
     largest = float(max(graph_buckets, default=np.inf))
-    known = {**FORMS, **{name: _launches_form(name, largest) for name in LAUNCH_FORMS}}
+    sized: dict[str, Form] = {name: _launches_form(name, largest) for name in LAUNCH_FORMS}
+    known = {**FORMS, **sized}
     return [known[check_choice("form", name, known)] for name in (names or known)]
 
 

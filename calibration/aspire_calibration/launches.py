@@ -6,20 +6,22 @@ fitted together with the others they would bend their curves. Decode steps add t
 chosen by: how long contexts are (not only how many tokens they sum to: one long row is slower than many short ones) and
 how wide the widest verifying row is (attention takes larger tiles for wide ones, for all rows). Contexts are means over
 the rows of a step, so a short row added to long ones may lower the price a little. With ``stairs`` every GEMM size of a
-decode step may deviate (`aspire_calibration.staircase`).
+decode step may deviate (`aspire_calibration.staircase`); with ``kriging`` steps of graphs are priced by
+`aspire_calibration.kriging` instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import InputError, check_keys
 from aspire.scheduler.features import Floats
+from aspire_calibration.kriging import KrigedModel, fit_kriged
 from aspire_calibration.overlap import fit_max
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative
@@ -32,6 +34,8 @@ MIN_CELLS = 8  # steps; with fewer a part of their own is not worth having
 QUERY, PREFILL = INDEX["query_tokens"], INDEX["prefill_tokens"]
 
 Mask = NDArray[np.bool_]
+Part = RampModel | KrigedModel
+GraphForm = Literal["launches", "stairs", "kriging"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,18 @@ class LaunchModel:
     """``graph`` prices decode steps of at most ``graph_tokens`` query tokens, ``prompts`` steps of at most so many with
     prefill rows, ``eager`` larger ones."""
 
-    graph: RampModel
-    prompts: RampModel
-    eager: RampModel
+    graph: Part
+    prompts: Part
+    eager: Part
     graph_tokens: float
+
+    @property
+    def prices(self) -> tuple[RampModel, RampModel, RampModel]:
+        """The ramps of graph, prompts and eager: what is corrected, where a part is kriged."""
+        graph, prompts, eager = (
+            part.base if isinstance(part, KrigedModel) else part for part in (self.graph, self.prompts, self.eager)
+        )
+        return graph, prompts, eager
 
     def seconds(self, features: Floats) -> Floats:
         """[steps] from [len(FEATURES), steps]."""
@@ -72,9 +84,13 @@ class LaunchModel:
         limit = np.inf if data["graph_tokens"] is None else float(data["graph_tokens"])
         if not limit > 0:
             raise InputError(f"a launches model needs graph_tokens > 0, got {limit}; calibrate again")
-        eager = RampModel.from_json(data["eager"])
-        prompts = RampModel.from_json(data["prompts"]) if "prompts" in data else eager
-        return cls(RampModel.from_json(data["graph"]), prompts, eager, limit)
+        eager = _part_from_json(data["eager"])
+        prompts = _part_from_json(data["prompts"]) if "prompts" in data else eager
+        return cls(_part_from_json(data["graph"]), prompts, eager, limit)
+
+
+def _part_from_json(data: dict[str, Any]) -> Part:
+    return KrigedModel.from_json(data) if data.get("type") == "kriged" else RampModel.from_json(data)
 
 
 def kinds_of(features: Floats, graph_tokens: float) -> tuple[Mask, Mask]:
@@ -118,7 +134,7 @@ def fit_launches(
     weights: Floats | None,
     graph_tokens: float,
     *,
-    stairs: bool = False,
+    graphs: GraphForm = "launches",
 ) -> LaunchModel:
     """Every part to its own steps. Where steps with prompts or without a graph are too few, both are one part; where
     even these are, or decode steps, a roofline of all steps serves."""
@@ -127,24 +143,28 @@ def fit_launches(
     if min(prompts.sum(), eager.sum()) < MIN_CELLS:
         prompts = eager = prompts | eager
 
-    def fit(mine: Mask, fit_part: Callable[[Floats, Floats, Floats | None], RampModel], name: str) -> RampModel:
+    def fit(mine: Mask, fit_part: Callable[[Floats, Floats, Floats | None], Part], name: str) -> Part:
         if mine.sum() < MIN_CELLS:
-            part = _fit_sum(roofline_terms(features), features, seconds, weights)
+            part: Part = _fit_sum(roofline_terms(features), features, seconds, weights)
         else:
             part = fit_part(features[:, mine], seconds[mine], None if weights is None else weights[mine])
+        if isinstance(part, KrigedModel):
+            return replace(part, base=replace(part.base, names=(name,)))
         names = (name,) if len(part.names) == 1 else tuple(f"{name} {branch}" for branch in part.names)
         return replace(part, names=names)
 
-    def fit_graph(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
+    def fit_graph(features: Floats, seconds: Floats, weights: Floats | None) -> Part:
+        if graphs == "kriging":
+            return fit_kriged(features, seconds, weights, padded=graph_tokens < np.inf)
         terms = launch_terms(roofline_terms(features), features)
-        return (fit_staircase if stairs else _fit_sum)(terms, features, seconds, weights)
+        return (fit_staircase if graphs == "stairs" else _fit_sum)(terms, features, seconds, weights)
 
     def fit_eager(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
         return fit_max(*eager_terms(features), features, seconds, weights)
 
     return LaunchModel(
         fit(decode, fit_graph, "graph"),
-        fit(prompts, fit_eager, "prompts"),
+        fit(prompts, fit_graph if graphs == "kriging" else fit_eager, "prompts"),
         fit(eager, fit_eager, "eager"),
         graph_tokens,
     )

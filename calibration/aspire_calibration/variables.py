@@ -30,6 +30,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "prefill_qkv": ("token^2", "query tokens x context of prefill rows, summed"),
     "select_kv_tokens": ("token", "context of rows whose page mass is computed"),
     "select_rows": ("row", "rows whose page mass is computed"),
+    "padded_rows": ("row", "rows of the CUDA graph of a decode step: the power of two that is not below its rows"),
     "full_rows": ("row", "rows that read their whole context: verifying and prefill rows"),
     "kv_tokens": ("token", "sparse_kv_tokens + full_kv_tokens"),
     "logits_rows": ("row", "rows of logits: query_tokens - prefill_tokens + prefill rows"),
@@ -129,6 +130,7 @@ class _Derived:
 
 DERIVED: dict[str, Callable[[_Derived], Floats | float]] = {
     "one": lambda d: 1.0,
+    "padded_rows": lambda d: np.exp2(np.ceil(np.log2(np.maximum(d.f[ROWS], 1.0)))),
     "verify_kv_tokens": lambda d: d.verify_kv_tokens,
     "verify_extra_qkv": lambda d: d.verify_kv_tokens * d.mean_drafted,
     "mean_drafted": lambda d: d.mean_drafted,

@@ -97,6 +97,19 @@ def test_scaling_of_the_launches_form_scales_both_parts():
                 assert after == pytest.approx(before * 4.8 / 3.35)
 
 
+def test_scaling_of_the_kriging_form_scales_its_prices_and_keeps_its_corrections():
+    measured = dataclasses.replace(
+        calibrate(measured_samples(most=150), forms=["kriging"], bootstrap=0), hardware={"name": "NVIDIA H200"}
+    )
+    assert any(name.startswith("graph.") for name in calibrate(measured_samples(most=60), forms=["kriging"]).intervals)
+    scaled = scale_from(measured, "h200", "h100")
+    big = StepFeatures.of(rows=64, query_tokens=64, verify_rows=64, full_kv_tokens=64 * 14e3, verify_width=1)
+    ratio = float(LoadedCostModel(scaled).predict(big) / LoadedCostModel(measured).predict(big))
+    assert 1.2 < ratio <= 4.8 / 3.35
+    assert scaled.fitted.graph.pulls == pytest.approx(measured.fitted.graph.pulls)
+    assert scale_from(measured, "h200", "h200").fitted.to_json() == measured.fitted.to_json()
+
+
 def test_scaling_an_analytic_model_comes_near_the_analytic_model_of_the_target():
     carried = LoadedCostModel(scale_from(analytic_model("h200", "llama-3.1-8b"), "h200", "a100"))
     assert float(carried.predict(AR)) == pytest.approx(seconds("a100", "llama-3.1-8b"), rel=0.05)

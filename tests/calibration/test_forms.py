@@ -175,6 +175,7 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
     values = dict(zip(names, variable_rows(step.matrix()[:, None], names)[:, 0], strict=True))
     assert values == {
         "one": 1,
+        "padded_rows": 8,
         "full_rows": 3,
         "kv_tokens": 5836,
         "logits_rows": 14,

@@ -1,0 +1,196 @@
+"""Prices times a Gaussian process: what a sum of prices leaves over is interpolated between the measured cells.
+
+    seconds(x) = base(x) exp(sum over cells c of pull_c k(x, c)),    k(x, c) = 1 / (1 + |x - c|^2 / 2)
+
+Launches are chosen by rows, contexts and widths (tiles, splits, padding), so step times have many small shapes that no
+short list of terms holds, but cells near each other share them. The ``base`` is a monotone sum of prices that
+extrapolates; the mean of a Gaussian process over its log residuals (C. E. Rasmussen, C. K. I. Williams, Gaussian
+Processes for Machine Learning, 2006: equation 2.25, kernel 4.19 with alpha 1) corrects it near the cells and fades
+away from them, and is never larger than the largest residual of a cell. Reach and noise are chosen by leave-one-out
+error (ibid., equation 5.12). Not monotone: where a larger step was measured to be faster, it is priced so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from aspire.errors import InputError, check_choice, check_keys
+from aspire.scheduler.features import Floats
+from aspire_calibration.ramps import Ramp, RampModel, design
+from aspire_calibration.solve import nonnegative_relative
+from aspire_calibration.variables import SUMS, VARIABLES, fill_rows, sum_matrix, variable_rows
+
+MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
+TUNED_ON = 400  # of them choose reach and noise
+REACHES = (1.0, 1.4, 2.0)  # times the octaves of the axes
+NOISES = (0.003, 0.01, 0.03, 0.1)  # variance of a cell's own noise over that of the process
+PADDING_AXIS = "padded_rows"  # only CUDA graphs pad rows
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction in which steps differ: a sum of log2(1 + variable / unit), measured in ``octaves``."""
+
+    octaves: float  # difference at which two steps are about one reach apart
+    of: dict[str, float]  # variable -> factor: -1 beside +1 makes it a ratio
+
+
+# What the launches of a step are chosen by, and how far its prices reach. Errors hardly depend on the octaves (see
+# reports/notes/calibration.md); tokens and rows that choose a launch reach less far than those that only sum up.
+AXES = (
+    Axis(2.0, {"padded_tokens": 1.0}),
+    Axis(1.5, {"padded_rows": 1.0}),
+    Axis(6.0, {"draft_rows": 1.0}),
+    Axis(2.0, {"verify_rows": 1.0}),
+    Axis(5.0, {"sparse_kv_tokens": 1.0}),
+    Axis(2.5, {"sparse_kv_tokens": 1.0, "draft_rows": -1.0}),
+    Axis(3.5, {"full_kv_tokens": 1.0}),
+    Axis(3.0, {"full_kv_tokens": 1.0, "verify_rows": -1.0}),
+    Axis(1.0, {"widest_verify": 1.0}),
+    Axis(10.0, {"select_kv_tokens": 1.0}),
+    Axis(5.0, {"select_rows": 1.0}),
+    Axis(4.0, {"prefill_tokens": 1.0}),
+    Axis(2.5, {"prefill_qkv": 1.0, "prefill_tokens": -1.0}),
+)
+# Amounts below which steps are all alike; 1 for what is not named.
+UNITS = {
+    "sparse_kv_tokens": 64.0,
+    "full_kv_tokens": 128.0,
+    "select_kv_tokens": 128.0,
+    "prefill_tokens": 32.0,
+    "prefill_qkv": 8192.0,
+}
+
+
+@dataclass(frozen=True)
+class KrigedModel:
+    """``base`` times the exponential of pulls of cells at ``places`` [axes, cells], in reaches."""
+
+    base: RampModel
+    variables: tuple[str, ...]
+    units: Floats  # [variables]
+    mix: Floats  # [axes, variables]: places of log2(1 + variable / unit)
+    places: Floats
+    pulls: Floats  # [cells]
+    largest: float  # correction, as a logarithm
+    _compiled: _Compiled = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_compiled", _Compiled(self))
+
+    def seconds(self, features: Floats) -> Floats:
+        """[steps] from features [len(FEATURES), steps]."""
+        return np.asarray(self.base.seconds(features) * np.exp(self._compiled.correction(features)))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "type": "kriged",
+            "base": self.base.to_json(),
+            "variables": [
+                {"variable": name, "unit": float(unit), "places_per_octave": [float(x) for x in column]}
+                for name, unit, column in zip(self.variables, self.units, self.mix.T, strict=True)
+            ],
+            "largest": self.largest,
+            "cells": [
+                {"place": [float(x) for x in place], "pull": float(pull)}
+                for place, pull in zip(self.places.T, self.pulls, strict=True)
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> KrigedModel:
+        """Inverse of `to_json`; raises `UsageError` for unknown keys or variables, `InputError` for bad numbers."""
+        check_keys("kriged model", data, ("type", "base", "variables", "largest", "cells"))
+        for row in data["variables"]:
+            check_keys("kriged variable", row, ("variable", "unit", "places_per_octave"))
+            check_choice("variable", str(row["variable"]), VARIABLES)
+        units = np.array([row["unit"] for row in data["variables"]], dtype=np.float64)
+        mix = _table([row["places_per_octave"] for row in data["variables"]])
+        places = _table([cell["place"] for cell in data["cells"]])
+        pulls = np.array([cell["pull"] for cell in data["cells"]], dtype=np.float64)
+        if len(places) != len(mix) or not (
+            np.isfinite(places).all() and np.isfinite(pulls).all() and (units > 0).all()
+        ):
+            raise InputError(
+                f"a kriged model needs units > 0 and finite places on {len(mix)} axes for every cell; calibrate again"
+            )
+        names = tuple(str(row["variable"]) for row in data["variables"])
+        return cls(RampModel.from_json(data["base"]), names, units, mix, places, pulls, float(data["largest"]))
+
+
+def _table(rows: list[list[float]]) -> Floats:
+    """[columns, rows]; raises `InputError` where rows are not equally long."""
+    if not rows or len({len(row) for row in rows}) != 1:
+        raise InputError("a kriged model needs cells with equally many places each; calibrate again")
+    return np.array(rows, dtype=np.float64).T
+
+
+class _Compiled:
+    """The arrays of one evaluation: few numpy calls, because the scheduler asks for prices at every step."""
+
+    def __init__(self, model: KrigedModel) -> None:
+        self.names, self.pulls, self.largest = model.variables, model.pulls, model.largest
+        self.sums = sum_matrix(self.names)
+        self.per_unit = 1.0 / model.units[:, None]
+        self.mix = model.mix / np.log(2.0)
+        # 1 + |x - c|^2 / 2 = (1 + |c|^2 / 2) - c.x + |x|^2 / 2
+        self.near = -model.places.T
+        self.offset = 1.0 + 0.5 * (model.places**2).sum(axis=0)[:, None]
+
+    def correction(self, features: Floats) -> Floats:
+        """[steps]: logarithm of what the base is multiplied by."""
+        values = fill_rows(features, self.names, self.sums)
+        values *= self.per_unit
+        at = self.mix @ np.log1p(values, out=values)
+        apart = self.near @ at
+        apart += self.offset
+        apart += 0.5 * np.einsum("as,as->s", at, at)
+        pull = self.pulls @ np.reciprocal(apart, out=apart)
+        return np.asarray(np.minimum(np.maximum(pull, -self.largest), self.largest))
+
+
+def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, padded: bool = True) -> KrigedModel:
+    """Base, reach, noise and pulls. features: [len(FEATURES), steps], seconds: [steps]; ``padded``: rows are padded to
+    those of a CUDA graph."""
+    terms = base_terms(features)
+    slopes = nonnegative_relative(design(terms, features), seconds, weights=weights)
+    base = RampModel((tuple(terms),), (tuple(float(s) for s in slopes),))
+    some = np.random.default_rng(0).permutation(len(seconds))[:MOST_CELLS]
+    noise = np.ones(len(some)) if weights is None else 1.0 / weights[some]
+    features, seconds = features[:, some], seconds[some]
+    rest = np.log(seconds / base.seconds(features))
+    axes = [axis for axis in AXES if padded or PADDING_AXIS not in axis.of]
+    names = tuple(dict.fromkeys(name for axis in axes for name in axis.of))
+    units = np.array([UNITS.get(name, 1.0) for name in names])
+    mix = np.array([[axis.of.get(name, 0.0) / axis.octaves for name in names] for axis in axes])
+    at = mix @ np.log2(1.0 + variable_rows(features, names) / units[:, None])
+    reach, share = _reach_and_noise(at[:, :TUNED_ON], rest[:TUNED_ON], noise[:TUNED_ON])
+    pulls = np.asarray(np.linalg.solve(_kernel(at / reach) + share * np.diag(noise), rest), dtype=np.float64)
+    return KrigedModel(base, names, units, mix / reach, at / reach, pulls, float(np.abs(rest).max()))
+
+
+def _kernel(at: Floats) -> Floats:
+    """[cells, cells] of places [axes, cells]."""
+    half = 0.5 * (at**2).sum(axis=0)
+    return np.asarray(1.0 / (1.0 + np.maximum(half[:, None] + half - at.T @ at, 0.0)))
+
+
+def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, float]:
+    """Those of the smallest leave-one-out error. at: [axes, cells]; rest: [cells], logarithms; noise: [cells], relative
+    variances."""
+
+    def error(reach: float, share: float) -> float:
+        inverse = np.linalg.inv(_kernel(at / reach) + share * np.diag(noise))
+        return float(np.average(np.abs(inverse @ rest / np.diag(inverse)), weights=1.0 / noise))
+
+    return min(itertools.product(REACHES, NOISES), key=lambda pair: error(*pair))
+
+
+def base_terms(features: Floats) -> list[Ramp]:
+    """A price for each sum of features that occurs: quick to evaluate, monotone."""
+    names = [name for name in SUMS if name not in ("query_tokens", "verify_width", "full_rows", "kv_tokens")]
+    return [Ramp("one"), *(Ramp(name) for name in names if np.any(variable_rows(features, [name])))]
