@@ -13,7 +13,7 @@ from torch import Tensor
 from aspire.engine.graphs import GraphCache
 from aspire.engine.kv_pool import KVPool
 from aspire.engine.logit_edits import LogitEdits
-from aspire.engine.selectors import PageLists
+from aspire.engine.selectors import SELECTORS_KEPT, PageLists
 from aspire.engine.sequences import SAMPLING_COLUMNS, Sequences
 from aspire.engine.step_input import Shape, StepInput, host_buffer
 from aspire.errors import EngineError
@@ -23,7 +23,6 @@ from aspire.scheduler.pages import PageTable
 from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows, SlotState
 
 _NO_EDITS = LogitEdits.none()
-_SELECTORS_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class ModelRunner:
                 drafts=drafts,
             )
         self._kept_lists[key] = self.lists = lists
-        while len(self._kept_lists) > _SELECTORS_KEPT:
+        while len(self._kept_lists) > SELECTORS_KEPT:
             dropped = self._kept_lists.pop(next(iter(self._kept_lists)))  # the longest unused
             if self._graphs is not None:
                 self._graphs.forget(dropped)
