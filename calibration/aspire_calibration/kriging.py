@@ -28,7 +28,7 @@ MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
 TUNED_ON = 400  # of them choose reach and noise
 REACHES = (1.0, 1.4, 2.0)  # times the octaves of the axes
 NOISES = (0.003, 0.01, 0.03, 0.1)  # variance of a cell's own noise over that of the process
-PADDING_AXIS = "padded_rows"  # only CUDA graphs pad rows
+PADDING_AXIS = "padded_rows"  # only CUDA graphs of decode steps pad rows by their number
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ AXES = (
     Axis(10.0, {"select_kv_tokens": 1.0}),
     Axis(5.0, {"select_rows": 1.0}),
     Axis(4.0, {"prefill_tokens": 1.0}),
+    Axis(3.0, {"prefill_pairs": 1.0}),
     Axis(2.5, {"prefill_qkv": 1.0, "prefill_tokens": -1.0}),
 )
 # Amounts below which steps are all alike; 1 for what is not named.
@@ -62,6 +63,7 @@ UNITS = {
     "full_kv_tokens": 128.0,
     "select_kv_tokens": 128.0,
     "prefill_tokens": 32.0,
+    "prefill_pairs": 4096.0,
     "prefill_qkv": 8192.0,
 }
 
@@ -163,7 +165,11 @@ def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, pad
     noise = np.ones(len(some)) if weights is None else 1.0 / weights[some]
     features, seconds = features[:, some], seconds[some]
     rest = np.log(seconds / base.seconds(features))
-    axes = [axis for axis in AXES if padded or PADDING_AXIS not in axis.of]
+    axes = [
+        axis
+        for axis in AXES
+        if (padded or PADDING_AXIS not in axis.of) and np.ptp(variable_rows(features, tuple(axis.of)), axis=1).any()
+    ]
     names = tuple(dict.fromkeys(name for axis in axes for name in axis.of))
     units = np.array([UNITS.get(name, 1.0) for name in names])
     mix = np.array([[axis.of.get(name, 0.0) / axis.octaves for name in names] for axis in axes])

@@ -159,12 +159,17 @@ def fit_launches(
         terms = launch_terms(roofline_terms(features), features)
         return (fit_staircase if graphs == "stairs" else _fit_sum)(terms, features, seconds, weights)
 
+    def fit_prompts(features: Floats, seconds: Floats, weights: Floats | None) -> Part:
+        if graphs == "kriging":
+            return fit_kriged(features, seconds, weights, padded=False)  # graphs of prompts are all of the same rows
+        return fit_eager(features, seconds, weights)
+
     def fit_eager(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
         return fit_max(*eager_terms(features), features, seconds, weights)
 
     return LaunchModel(
         fit(decode, fit_graph, "graph"),
-        fit(prompts, fit_graph if graphs == "kriging" else fit_eager, "prompts"),
+        fit(prompts, fit_prompts, "prompts"),
         fit(eager, fit_eager, "eager"),
         graph_tokens,
     )

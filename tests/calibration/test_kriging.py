@@ -166,7 +166,7 @@ def test_bad_kriged_models_are_refused() -> None:
 
     for spoil, error, message in (
         (without_a_place, InputError, "equally many places"),
-        (without_an_axis, InputError, "finite places on 13 axes"),
+        (without_an_axis, InputError, "finite places on 11 axes"),
         (of_an_unknown_variable, UsageError, "did you mean 'padded_tokens'"),
         (without_cells, InputError, "equally many places"),
         (that_pulls_without_end, InputError, "finite places"),
