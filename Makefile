@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 SOAK_MINUTES ?= 10
-SOAK_MODEL ?= tiny-llama
+SOAK_LEGS ?= tiny-llama
 FUZZ_SCENARIOS ?= 2000
 
 .DEFAULT_GOAL := help
@@ -16,7 +16,7 @@ help:
 	@echo "make test   all tests that need no GPU"
 	@echo "make lint   ruff, and mypy --strict on the pure core"
 	@echo "make fuzz   random scenarios against the invariants, longer (FUZZ_SCENARIOS=$(FUZZ_SCENARIOS), about 20 minutes)"
-	@echo "make soak   random traffic through the engine for SOAK_MINUTES=$(SOAK_MINUTES) (SOAK_MODEL=$(SOAK_MODEL); smollm2-135m on a GPU)"
+	@echo "make soak   random traffic through the engine for SOAK_MINUTES=$(SOAK_MINUTES) (SOAK_LEGS=$(SOAK_LEGS); on a GPU: tiny-llama smollm2-135m:float32 smollm2-135m)"
 	@echo "make clean  remove .venv and caches"
 
 install: $(STAMP)
@@ -41,7 +41,7 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.invariants.fuzz --scenarios $(FUZZ_SCENARIOS)
 
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --model $(SOAK_MODEL) --minutes $(SOAK_MINUTES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --model $(SOAK_LEGS) --minutes $(SOAK_MINUTES)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -3,14 +3,14 @@
 The engines share a model; one plans its steps ahead (``async_scheduling``). They have too few KV pages, so that
 preemption is common. Requests of random lengths, priorities and sampling arrive at random, most of them beginning like
 others before them; some are aborted, and policy and selector are switched between steps. In rounds, the engines taking
-turns: after each the engine is drained and checked.
+turns: after each the engine is drained and checked. Several legs may follow each other, each with a model and dtype.
 
 * every submitted request ends once: finished, aborted or rejected
 * every finished output equals autoregressive decoding of that request from a cold start. `tests.soak_judge` says what
   is a tie: in fp32 a rounding error of batches of other shapes, met once in tens of thousands of tokens (other batches
   move a gap of SmolLM2 by some 1e-5, of a tiny model by 1e-6); in half precision what such batches are measured to do.
   There nothing is filtered: a token at the edge of top-k or top-p comes and goes with rounding, whatever its margin. So
-  the logic is tested strictly in fp32: ``--model tiny-llama`` (on a GPU, too), or ``--dtype float32``
+  the logic is tested strictly in fp32: ``--model tiny-llama`` (on a GPU, too), or ``smollm2-135m:float32``
 * free pages are back where they were, and nobody holds any
 * a probe prompt has the acceptance that it had in the first round of that engine
 """
@@ -203,17 +203,39 @@ class Soak:
         verified = steps.column("mode") == 3
         return int(steps.column("drafted")[verified].sum()), int(steps.column("accepted")[verified].sum())
 
-    def results(self) -> list[dict[str, Any]]:
-        """Rows of an evidence file."""
-        submitted, counts = self.counts["submitted"], dict(self.counts)
+    def run(self, minutes: float) -> None:
+        """Rounds for ``minutes``, ended by the first with a problem."""
+        start, length_s = time.monotonic(), min(20.0, minutes * 30)
+        while time.monotonic() - start < minutes * 60 and not self.problems:
+            self.round(length_s)
+            doubts = f"{self.judge.ties} ties, {len(self.judge.appeals)} appeals"
+            print(f"{(time.monotonic() - start) / 60:.1f} min: {dict(self.counts)}, {doubts}", flush=True)
+        ended = self.counts["finished"] + self.counts["aborted"] + self.counts["rejected"]
+        if ended != self.counts["submitted"]:
+            self.lost.append(f"{self.counts['submitted']} requests submitted, {ended} ended")
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object of all figures."""
         probes = [f"{accepted} of {drafted}" for drafted, accepted in self.probes.values()]
-        detail = {"counts": counts, "problems": self.problems[:20], "probe_accepted": probes}
-        detail |= {"dtype": str(self.engine.loaded.model.dtype).removeprefix("torch."), **self.judge.to_json()}
-        row = {"id": "soak.lost_or_changed", "value": len(self.problems), "unit": "requests", "n": submitted}
-        rows = [{**row, "spread": None, "detail": detail}]
-        for name in ("submitted", "finished", "aborted", "rejected", "preemptions", "prefix_hits", "switches", "steps"):
-            rows.append({"id": f"soak.{name}", "value": counts.get(name, 0), "unit": "count", "n": 1, "spread": None})
-        return rows
+        return {
+            "dtype": str(self.engine.loaded.model.dtype).removeprefix("torch."),
+            "lost_or_changed": len(self.problems),
+            "problems": self.problems[:20],
+            "counts": dict(self.counts),
+            "probe_accepted": probes,
+            **self.judge.to_json(),
+        }
+
+
+def results(legs: dict[str, Soak]) -> list[dict[str, Any]]:
+    """Rows of an evidence file: all legs together, each in the detail."""
+    counts = sum((soak.counts for soak in legs.values()), Counter())
+    problems = sum(len(soak.problems) for soak in legs.values())
+    row = {"id": "soak.lost_or_changed", "value": problems, "unit": "requests", "n": counts["submitted"]}
+    rows = [{**row, "spread": None, "detail": {name: soak.to_json() for name, soak in legs.items()}}]
+    for name in ("submitted", "finished", "aborted", "rejected", "preemptions", "prefix_hits", "switches", "steps"):
+        rows.append({"id": f"soak.{name}", "value": counts[name], "unit": "count", "n": 1, "spread": None})
+    return rows
 
 
 def _config(model: str, dtype: str, size: Size, **changes: Any) -> EngineConfig:
@@ -234,30 +256,31 @@ def _policy(kind: str, selector: str) -> PolicySpec:
 
 
 def main() -> int:
-    """Run for the given minutes; exit 1 at the first round with a problem."""
+    """Run every leg for its share of the minutes; exit 1 at the first round with a problem."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of all legs together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="tiny-llama", help="tiny-llama, or one with weights, e.g. smollm2-135m")
-    parser.add_argument("--dtype", default="auto", help="default: float32 for a tiny model, else the model's own")
-    parser.add_argument("--tie-logits", type=float, help="default: by the dtype, see tests/soak_judge.py")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["tiny-llama"],
+        help="legs MODEL[:DTYPE]: tiny-llama, or a model with weights, e.g. smollm2-135m:float32",
+    )
+    parser.add_argument("--tie-logits", type=float, help="default: by model and dtype, see tests/soak_judge.py")
     parser.add_argument("--out", type=Path, help="evidence file, e.g. reports/cpu/soak.json")
     given = parser.parse_args()
-    soak = Soak(given.seed, given.model, given.dtype, given.tie_logits)
-    start, length_s = time.monotonic(), min(20.0, given.minutes * 30)
-    while time.monotonic() - start < given.minutes * 60 and not soak.problems:
-        soak.round(length_s)
-        doubts = f"{soak.judge.ties} ties, {len(soak.judge.appeals)} appeals"
-        print(f"{(time.monotonic() - start) / 60:.1f} min: {dict(soak.counts)}, {doubts}", flush=True)
-    ended = soak.counts["finished"] + soak.counts["aborted"] + soak.counts["rejected"]
-    if ended != soak.counts["submitted"]:
-        soak.lost.append(f"{soak.counts['submitted']} requests submitted, {ended} ended")
-    for problem in soak.problems[:20]:
-        print(f"PROBLEM: {problem}")
-    print(f"{len(soak.problems)} lost or changed of {soak.counts['submitted']} requests")
-    if given.out:
-        write_evidence(given.out, soak.results())
-    return int(bool(soak.problems))
+    legs: dict[str, Soak] = {}
+    for leg in given.model:
+        model, _, dtype = leg.partition(":")
+        print(f"{leg}:", flush=True)
+        legs[leg] = soak = Soak(given.seed, model, dtype or "auto", given.tie_logits)
+        soak.run(given.minutes / len(given.model))
+        for problem in soak.problems[:20]:
+            print(f"PROBLEM: {problem}")
+        print(f"{len(soak.problems)} lost or changed of {soak.counts['submitted']} requests", flush=True)
+        if given.out:  # what was found so far is on disk
+            write_evidence(given.out, results(legs))
+    return int(any(soak.problems for soak in legs.values()))
 
 
 if __name__ == "__main__":
