@@ -2,7 +2,8 @@
 
 Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which
 a grid that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan
-is a usable coarse plan. Points off the grid, drawn log-uniformly with a seed, are interleaved as held-out cells.
+is a usable coarse plan. Points off the grid, drawn log-uniformly with a seed, are interleaved: two in three are fitted,
+since a grid shows neither rows between powers of two nor rows of unlike contexts, the third is held out.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ __all__ = [
     "verify",
 ]
 
-HELDOUT_EVERY = 5  # one held-out cell after so many grid cells
-MAX_CELLS_PER_REGIME = 90  # coarse levels first, within a level at random (seeded)
+OFF_GRID_EVERY = 5  # after so many grid cells come OFF_GRID cells, the first of which is held out
+OFF_GRID = 3
+MAX_CELLS_PER_REGIME = 60  # coarse levels first, within a level at random (seeded)
 
 
 @dataclass(frozen=True)
@@ -266,10 +268,13 @@ def _regimes(
 
 
 def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: bool) -> list[Cell]:
-    """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts."""
-    tables = [entry for name, entry in _regimes(limits, with_prefill).items() if name not in ("verify-plain", "sizes")]
+    """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts. Draft steps, which are
+    most of a run, have one table where the others have several, and get two turns."""
+    regimes = _regimes(limits, with_prefill)
+    tables = [entry for name, entry in regimes.items() if name not in ("verify-plain", "sizes")]
+    tables.append(regimes["draft"])
     cells = []
-    for index in range(30 * len(tables)):
+    for index in range(60 * len(tables)):
         axes, build = tables[index % len(tables)]
         point = []
         for axis in axes:
@@ -281,7 +286,7 @@ def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: 
             point.append(value if high < 4 and low < 1 else float(round(min(max(value, low), high))))
         cell = build(*point)
         cells.append(ragged(cell) if generator.random() < 1 / 3 else cell)
-    return [replace(cell, heldout=True) for cell in cells]
+    return cells
 
 
 def _unique(limits: PlanLimits, cells: Sequence[Cell]) -> list[Cell]:
@@ -292,12 +297,13 @@ def _unique(limits: PlanLimits, cells: Sequence[Cell]) -> list[Cell]:
     return list(first.values())
 
 
-def _interleave(limits: PlanLimits, grid: list[Cell], heldout: list[Cell]) -> list[Cell]:
+def _interleave(limits: PlanLimits, grid: list[Cell], off_grid: list[Cell]) -> list[Cell]:
     known = {cell.key for cell in grid}
-    spare = iter([cell for cell in _unique(limits, heldout) if cell.key not in known])
+    spare = iter([cell for cell in _unique(limits, off_grid) if cell.key not in known])
     plan: list[Cell] = []
     for index, cell in enumerate(grid, start=1):
         plan.append(cell)
-        if index % HELDOUT_EVERY == 0 and (extra := next(spare, None)) is not None:
-            plan.append(extra)
+        if index % OFF_GRID_EVERY == 0:
+            extra = list(itertools.islice(spare, OFF_GRID))
+            plan += [replace(each, heldout=place == 0) for place, each in enumerate(extra)]
     return plan
