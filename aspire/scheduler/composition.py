@@ -6,22 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.scheduler.features import StepFeatures
-from aspire.scheduler.plan import Mode
-from aspire.scheduler.slots import SlotRows, Slots
+from aspire.scheduler.slots import Slots
 
 Ints = NDArray[np.int64]
-_PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
+Mask = NDArray[np.bool_]
 
 
 def features_of_rows(
-    state: SlotRows,  # of the rows; [n], as all arrays here
-    modes: Ints,
+    lists: Ints,  # [2, n] listed pages and first tail page of each row's page list
+    drafting: Mask,  # [n], as all arrays below
+    prompts: Mask | None,  # rows with tokens of a prompt; None where there are none
     query: Ints,
     start: Ints,
-    selecting: NDArray[np.bool_],  # rows that get page lists in this step
+    selecting: Mask | None,  # rows that get page lists in this step; None where nobody does
     *,
     tokens: int,  # sum of ``query``
-    prefills: int,  # rows with tokens of a prompt
     page_tokens: int,
     padded_tokens: int,
     full_layer_share: float,
@@ -29,26 +28,26 @@ def features_of_rows(
 ) -> StepFeatures:
     """Features (0-d) of the step in which the rows put ``query`` tokens at ``start`` through the model."""
     context = start + query
-    rows, full = len(modes), int(np.add.reduce(context))
-    drafting = modes == _DRAFT
+    rows, full = len(query), int(np.add.reduce(context))
     drafts = int(np.count_nonzero(drafting))
+    prefills = 0 if prompts is None else int(np.count_nonzero(prompts))
     sparse, draft_full, width = 0, 0.0, 0
+    if drafts == rows:
+        read, pages = full, int(np.add.reduce(lists[0] - lists[1]))
+    elif drafts:
+        read = int(context @ drafting)
+        pages = int((lists[0] - lists[1]) @ drafting)
     if drafts:
-        shift = state.sel_count - state.tail_page
-        if drafts == rows:
-            read, pages = full, int(np.add.reduce(shift))
-        else:
-            read, pages = int(np.add.reduce(context[drafting])), int(np.add.reduce(shift[drafting]))
         sparse = pages * page_tokens + read
         full -= read
         draft_full = full_layer_share * float(read)
     if drafts + prefills < rows:
-        verifying = query if not prefills else query[modes == _VERIFY]
-        width = 1 if tokens == rows else int(verifying.max())  # a draft row has one query token
-    choosing, choosing_kv = int(np.count_nonzero(selecting)), 0
-    if choosing:
-        choosing_kv = int(np.add.reduce(context if choosing == rows else context[selecting]))
-    prompts = (modes == _PREFILL).nonzero()[0] if prefills else None
+        verifying = query if prompts is None else query[~(drafting | prompts)]
+        width = 1 if tokens == rows else int(np.maximum.reduce(verifying))  # a draft row has one query token
+    choosing, choosing_kv = 0, 0
+    if selecting is not None:
+        choosing = int(np.count_nonzero(selecting))
+        choosing_kv = int(np.add.reduce(context)) if choosing == rows else int(context @ selecting)
     return StepFeatures.of_step(
         rows,
         tokens,
@@ -57,8 +56,8 @@ def features_of_rows(
         rows - drafts - prefills,
         (1.0 - full_layer_share) * sparse,
         full + draft_full,
-        0.0 if prompts is None else float(query[prompts].sum()),
-        0.0 if prompts is None else float((query * context)[prompts].sum()),
+        0.0 if prompts is None else float(query @ prompts),
+        0.0 if prompts is None else float((query * context) @ prompts),
         select_layer_share * choosing_kv + draft_full,
         choosing + (drafts if full_layer_share else 0),
         width,

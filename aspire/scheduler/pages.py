@@ -46,36 +46,40 @@ class PageTable:
         """Pages that nobody holds, those with a reusable content among them."""
         return self._num_free + self.prefixes.num_idle
 
+    def short(self, slots: Ints | slice, pages: Ints) -> Ints:
+        """[n] pages that each of ``slots`` lacks to hold ``pages`` [n]."""
+        return np.asarray(np.maximum(pages - self.held[slots], 0))
+
     def missing(self, slots: Ints, pages: Ints) -> int:
         """Pages that `grow` would take."""
-        short = pages - self.held[slots]
-        return int(np.add.reduce(np.maximum(short, 0)))
+        return int(np.add.reduce(self.short(slots, pages)))
 
     def grow(self, slots: Ints, pages: Ints) -> Ints:
         """Let each of ``slots`` hold at least ``pages`` pages; returns new entries [n, 3]: slot, logical, physical.
 
         Raises `CapacityError`, with nothing changed, when fewer pages are free than are needed.
         """
-        missing = np.maximum(pages - self.held[slots], 0)
-        total = int(missing.sum())
-        if total == 0:
+        return self.supply(slots, self.short(slots, pages))
+
+    def supply(self, slots: Ints, more: Ints) -> Ints:
+        """`grow` by ``more`` [n] pages each."""
+        short = more.nonzero()[0]
+        if not len(short):
             return np.empty((0, 3), dtype=np.int64)
+        owner, more = slots[short], more[short]
+        total = int(np.add.reduce(more))
         if total > self.num_free:
             raise CapacityError(
                 f"{total} KV pages are needed and {self.num_free} are free; preempt or lower max-num-seqs"
             )
-        short = missing.nonzero()[0]
-        if len(short) == total:  # nobody needs two: the step of a running batch
-            owner = slots[short]
-            logical = self.held[owner]
-        else:
-            owner = np.repeat(slots, missing)
-            within = np.arange(total) - np.repeat(np.cumsum(missing) - missing, missing)
-            logical = self.held[owner] + within
+        logical = self.held[owner]
+        self.held[owner] += more
+        if len(owner) < total:  # somebody needs several
+            within = np.arange(total) - np.repeat(np.cumsum(more) - more, more)
+            owner, logical = np.repeat(owner, more), np.repeat(logical, more) + within
         entries = np.empty((total, 3), dtype=np.int64)
         entries[:, 0], entries[:, 1], entries[:, 2] = owner, logical, self._take(total)
         self.table[owner, logical] = entries[:, 2]
-        self.held[slots] += missing
         return entries
 
     def adopt(self, slot: int, pages: Sequence[int]) -> Ints:
@@ -109,7 +113,7 @@ class PageTable:
 
     def shrink(self, slots: Ints, pages: Ints) -> None:
         """Free what each of ``slots`` holds beyond ``pages`` pages."""
-        if len(slots) > 1 and np.count_nonzero(self.held[slots] - pages == 1) == len(slots):
+        if np.count_nonzero(self.held[slots] - pages == 1) == len(slots):
             # one page each, begun by drafts that were rejected: nobody else holds it or could find it
             last = self.table[slots, pages]
             if np.count_nonzero(self.owners[last] == 1) == len(last) and not np.count_nonzero(

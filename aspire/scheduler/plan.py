@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.scheduler.features import StepFeatures
+from aspire.scheduler.slots import index_of
 
 Ints = NDArray[np.int64]
 
@@ -68,6 +69,11 @@ class StepPlan:
         return int(np.add.reduce(self.query_tokens))
 
     # What follows is asked for several times a step and never changes: `Scheduler.update` touches none of its sources.
+
+    @cached_property
+    def at(self) -> Ints | slice:
+        """``slots`` as an index of arrays over slots."""
+        return index_of(self.slots)
 
     @cached_property
     def draft(self) -> NDArray[np.bool_]:

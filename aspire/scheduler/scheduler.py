@@ -21,7 +21,7 @@ from aspire.scheduler.plan import Mode, StepOutcome, StepPlan
 from aspire.scheduler.policies import MAX_DRAFT, Action, Feedback, Policy, PolicySpec, PolicyView
 from aspire.scheduler.request import FinishReason, Request
 from aspire.scheduler.residents import Residents
-from aspire.scheduler.slots import SlotRows
+from aspire.scheduler.slots import SlotRows, index_of
 
 Ints = NDArray[np.int64]
 
@@ -51,6 +51,9 @@ class Scheduler(Residents):
         self._in_flight: list[StepPlan] = []  # planned, outcome not known
         self._step = 0
         self._buckets = sorted(config.graph_buckets)
+        # of steps in which all rows sample, or verify; nobody writes to them
+        self._every = np.ones(config.max_num_seqs, dtype=bool)
+        self._verifying = np.full(config.max_num_seqs, _VERIFY)
         self.set_policy(policy)
 
     def set_policy(self, policy: PolicySpec) -> None:
@@ -78,13 +81,12 @@ class Scheduler(Residents):
         # a verification computes page mass in every layer, in the one that chooses, or in none
         mass_layers = layers if selector.per_layer else len(full_layers) or int(selector.needs_mass)
         self.select_layer_share = mass_layers / layers if built.drafts or self.config.lossy else 0.0
-        # by pages of committed KV; a step may put a draft beyond the longest context
+        # a step may put a draft beyond the longest context
         places = np.arange(0, self.config.max_model_len + 2 * MAX_DRAFT + 2, self.config.block_size)
-        self._lists = np.stack(selector.geometry(places)) if built.drafts or self.config.lossy else None
+        lists = np.stack(selector.geometry(places)) if built.drafts or self.config.lossy else None
+        self.slots.set_lists(lists, self.config.block_size)
         self.slots.seeded[:] = False
-        running = np.flatnonzero(self.slots.active)
-        self._place_lists(running)
-        self.policy.reset(running)
+        self.policy.reset(np.flatnonzero(self.slots.active))
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -95,11 +97,11 @@ class Scheduler(Residents):
             return None
         slots = self.slots
         decoding = (slots.primed & (slots.known < slots.limit)).nonzero()[0]
-        state = slots.gather(decoding)
-        block = self.config.block_size
+        at, block = index_of(decoding), self.config.block_size
+        state = slots.gather(at)
         # for the KV that a decoding row may write in this step
-        needed = (state.computed + state.slack + state.drafted + block) // block
-        growth = self.pages.missing(decoding, needed)
+        short = self.pages.short(at, (state.computed + state.slack + state.drafted + block) // block)
+        growth = int(np.add.reduce(short))
         if self._in_flight and growth > self.pages.num_free:
             return None  # whom to preempt depends on who is left
         self.admit(growth)
@@ -107,7 +109,7 @@ class Scheduler(Residents):
         if np.count_nonzero(slots.primed) < len(self._slot_of):
             prefilling = (slots.active & ~slots.primed).nonzero()[0]
         preempted: list[str] = []
-        modes, query, kept = self._decode_rows(decoding, state, needed, growth, prefilling, preempted)
+        modes, query, kept = self._decode_rows(decoding, state, short, growth, prefilling, preempted)
         if preempted:
             prefilling = prefilling[slots.active[prefilling]]
         tokens, chunks = int(np.add.reduce(query)), _NOBODY
@@ -135,7 +137,7 @@ class Scheduler(Residents):
             raise UsageError("update takes the plans of schedule in their order, each once")
         del self._in_flight[0]
         slots = self.slots
-        here = slots.tenancy[plan.slots] == plan.tenancy
+        here = slots.tenancy[plan.at] == plan.tenancy
         # nobody left since the step was planned: views, not copies
         rows = _EVERY if np.count_nonzero(here) == len(here) else here
         finish, verified = outcome.finish[rows], _NOBODY
@@ -177,14 +179,14 @@ class Scheduler(Residents):
         self,
         decoding: Ints,
         state: SlotRows,
-        needed: Ints,
+        short: Ints,
         growth: int,
         prefilling: Ints,
         preempted: list[str],
     ) -> tuple[Ints, Ints, Ints]:
         """(modes, query tokens, slots) of the decoding rows that run in this step.
 
-        ``state`` of them, ``needed`` [n] pages of each of ``decoding``, ``growth`` of them not held yet.
+        ``state`` of them, ``short`` [n] pages that each of ``decoding`` lacks, ``growth`` in all.
         """
         slots, config = self.slots, self.config
         if not len(decoding):
@@ -199,24 +201,24 @@ class Scheduler(Residents):
             running = actions != _ACT_WAIT
             # a batch in which all wait would never move
             if 0 < np.count_nonzero(running) < len(kept):
-                modes, kept, query, needed = modes[running], kept[running], query[running], needed[running]
+                modes, kept, query, short = modes[running], kept[running], query[running], short[running]
         else:
-            modes = np.full(len(kept), _VERIFY)
+            modes = self._verifying[: len(kept)]
         if np.add.reduce(query) > config.max_num_batched_tokens:
             # the longest idle go first; the rest sit this step out
             turn = np.argsort(slots.last_step[kept], kind="stable")
             fits = np.sort(turn[np.cumsum(query[turn]) <= config.max_num_batched_tokens])
-            modes, kept, query, needed = modes[fits], kept[fits], query[fits], needed[fits]
+            modes, kept, query, short = modes[fits], kept[fits], query[fits], short[fits]
         if len(kept) < len(decoding):
-            growth = self.pages.missing(kept, needed)
+            growth = int(np.add.reduce(short))
         while growth > self.pages.num_free:
             victim = self._victim()
             preempted.append(self._preempt(victim))
             stays = kept != victim
-            modes, kept, query, needed = modes[stays], kept[stays], query[stays], needed[stays]
-            growth = self.pages.missing(kept, needed)
+            modes, kept, query, short = modes[stays], kept[stays], query[stays], short[stays]
+            growth = int(np.add.reduce(short))
         if growth:
-            self._new_pages.append(self.pages.grow(kept, needed))
+            self._new_pages.append(self.pages.supply(kept, short))
         return modes, query, kept
 
     def _view(self, decoding: Ints, state: SlotRows, prefilling: Ints) -> PolicyView:
@@ -225,19 +227,19 @@ class Scheduler(Residents):
         # a verification of d drafts commits up to d + 1 tokens, and its d + 1 query tokens must fit in a step
         room = state.limit - state.known - state.slack - 1
         longest = min(self.policy.d_max, self.config.max_num_batched_tokens - 1)
-        can_draft = slots.seeded[decoding] & (drafted < np.minimum(longest, room))
+        can_draft = slots.seeded[index_of(decoding)] & (drafted < np.minimum(longest, room))
         other = _NOTHING
         if len(prefilling):
             wanted = int((slots.known[prefilling] - slots.computed[prefilling]).sum())
             tokens = float(min(self.config.max_num_batched_tokens, wanted))
             other = StepFeatures.of(query_tokens=tokens, prefill_tokens=tokens, rows=float(len(prefilling)))
-        page = self.config.block_size
+        page, (sel_count, tail_page) = self.config.block_size, state.lists
         return PolicyView(
             slots=decoding,
             drafted=drafted,
             can_draft=can_draft,
             context_tokens=context,
-            sparse_tokens=(state.sel_count - state.tail_page) * page + context,
+            sparse_tokens=(sel_count - tail_page) * page + context,
             full_layer_share=self.full_layer_share,
             select_layer_share=self.select_layer_share,
             other=other,
@@ -249,13 +251,14 @@ class Scheduler(Residents):
     ) -> StepPlan:
         """The step in which the slots ``rows``, in order, run in ``modes``, ``prefills`` of them with prompt tokens;
         ``tokens``: sum of ``query``."""
-        slots = self.slots
+        slots, lists = self.slots, state.lists
         draft = modes == _DRAFT
         start = state.computed + state.drafted * draft
-        samples = np.ones(len(rows), dtype=bool)
+        samples = self._every[: len(rows)]
         if prefills:
             samples = (modes != _PREFILL) | (start + query == state.known)
-        slots.last_step[rows] = self._step
+        at = index_of(rows)
+        slots.last_step[at] = self._step
         new_pages = _NO_PAGES
         if self._new_pages:
             new_pages = self._new_pages[0] if len(self._new_pages) == 1 else np.concatenate(self._new_pages)
@@ -271,41 +274,45 @@ class Scheduler(Residents):
             drafted=state.drafted,
             slack=state.slack,
             samples=samples,
-            sel_count=state.sel_count,
-            tail_page=state.tail_page,
+            sel_count=lists[0],
+            tail_page=lists[1],
             new_pages=new_pages,
             requests=self._ids_of(rows),
             tenancy=state.tenancy,
             preempted=tuple(preempted),
-            features=self._features(state, modes, query, tokens, prefills, start, samples & ~draft),
+            features=self._features(lists, modes, draft, query, tokens, prefills, start, samples),
             selects=self._selects,
             lossy=self.config.lossy,
         )
+        # what is known here already need not be worked out by the plan
+        vars(plan).update(at=at, draft=draft, num_prefills=prefills, num_query_tokens=tokens)
         self._step += 1
         return plan
 
     def _features(
         self,
-        state: SlotRows,
+        lists: Ints,
         modes: Ints,
+        draft: NDArray[np.bool_],
         query: Ints,
         tokens: int,
         prefills: int,
         start: Ints,
-        finds: NDArray[np.bool_],
+        samples: NDArray[np.bool_],
     ) -> StepFeatures:
-        selecting = finds if self._selects and self.select_layer_share > 0 else np.zeros_like(finds)
+        prompts = modes == _PREFILL if prefills else None
+        selecting = samples & ~draft if self._selects and self.select_layer_share > 0 else None
         if self.config.lossy:  # such a row costs what a drafting row does, and gets its list while it reads
-            selecting = selecting & (modes == _PREFILL)
-            modes = np.where(modes == _VERIFY, _DRAFT, modes)
+            selecting = None if selecting is None or prompts is None else selecting & prompts
+            draft = np.ones_like(draft) if prompts is None else ~prompts
         return features_of_rows(
-            state,
-            modes,
+            lists,
+            draft,
+            prompts,
             query,
             start,
             selecting,
             tokens=tokens,
-            prefills=prefills,
             page_tokens=self.config.block_size,
             padded_tokens=self.padded(tokens),
             full_layer_share=self.full_layer_share,
@@ -324,41 +331,37 @@ class Scheduler(Residents):
 
     def _advance(self, plan: StepPlan) -> None:
         """Move the state past ``plan``, every verification committing one token."""
-        slots, rows = self.slots, plan.slots
+        slots, at = self.slots, plan.at
         if plan.num_drafts == plan.num_rows:
-            slots.drafted[rows] = plan.drafted + 1
+            slots.drafted[at] = plan.drafted + 1
             return
-        found = rows if np.count_nonzero(plan.finds) == len(rows) else rows[plan.finds]
-        slots.drafted[rows] = (plan.drafted + 1) * plan.draft if plan.num_drafts else 0
+        slots.drafted[at] = (plan.drafted + 1) * plan.draft if plan.num_drafts else 0
         if not plan.single:
-            slots.slack[rows] += plan.drafted * plan.verify
-        slots.known[found] += 1
+            slots.slack[at] += plan.drafted * plan.verify
+        slots.known[at] += plan.finds
+        found = at
         if plan.num_prefills:
-            slots.computed[rows] += np.where(plan.prefill, plan.query_tokens, plan.finds)
+            found = plan.slots[plan.finds]
+            slots.computed[at] += np.where(plan.prefill, plan.query_tokens, plan.finds)
             slots.primed[found] = True
         else:
-            slots.computed[found] += 1
+            slots.computed[at] += plan.finds
+        if plan.num_drafts:
+            found = plan.slots[plan.finds]
         slots.seeded[found] = plan.selects
-        self._place_lists(found)
-
-    def _place_lists(self, rows: Ints) -> None:
-        """The page lists of slots ``rows`` are made for the KV that they have now."""
-        if self._lists is not None:
-            slots = self.slots
-            slots.set_lists(rows, self._lists.take(slots.computed[rows] // self.config.block_size, axis=1))
 
     def _settle(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> tuple[Ints, Ints]:
         """Apply a step in which somebody verifies or prefills. Returns the reason to finish of each of ``rows``, length
         limits included, and the slots that go on and may hold pages for drafts that were rejected."""
         slots, config = self.slots, self.config
-        rows_slots, committed, finish = plan.slots[rows], outcome.committed[rows], outcome.finish[rows]
-        slots.generated[rows_slots] += committed
-        judged = _NOBODY
+        at = plan.at if isinstance(rows, slice) else plan.slots[rows]
+        committed, finish = outcome.committed[rows], outcome.finish[rows]
+        slots.generated[at] += committed
+        verified: Ints | None = None
         if not plan.single:
-            drafted = plan.drafted[rows]
-            judged = (plan.verify[rows] & (drafted > 0)).nonzero()[0]
-            if len(judged):
-                self._settle_drafts(rows_slots[judged], drafted[judged], committed[judged] - 1)
+            verified = plan.drafted[rows] * plan.verify[rows]
+            if np.count_nonzero(verified):
+                self._settle_drafts(at, verified, (committed - 1) * (verified > 0))
         self._observe(plan, outcome, rows)
         known = plan.start[rows] + committed + 1
         if plan.num_prefills:
@@ -366,29 +369,29 @@ class Scheduler(Residents):
             known += prefill * (plan.query_tokens[rows] - 1)
             prefilled = prefill & (finish != _ERROR)
             if config.enable_prefix_caching and np.count_nonzero(prefilled):
-                self._publish(rows_slots[prefilled], (plan.start + plan.query_tokens)[rows][prefilled])
-        full = known >= slots.limit[rows_slots]
+                self._publish(plan.slots[rows][prefilled], (plan.start + plan.query_tokens)[rows][prefilled])
+        full = known >= slots.limit[at]
         if np.count_nonzero(full):
             finish = np.where(full & (finish == _NONE) & ~plan.draft[rows], _LENGTH, finish)
-        return finish, rows_slots[judged[finish[judged] == _NONE]]
+        if verified is None:
+            return finish, _NOBODY
+        return finish, plan.slots[rows][(verified > 0) & (finish == _NONE)]
 
-    def _settle_drafts(self, rows: Ints, drafts: Ints, more: Ints) -> None:
-        """Verifications of ``drafts`` in slots ``rows`` committed ``more`` tokens than one: put right the state and the
-        plan that was made without knowing it."""
+    def _settle_drafts(self, at: Ints | slice, drafts: Ints, more: Ints) -> None:
+        """Verifications of ``drafts`` in the slots ``at`` committed ``more`` tokens than one: put right the state and
+        the plan that was made without knowing it."""
         slots = self.slots
-        slots.slack[rows] -= drafts
-        slots.known[rows] += more
-        slots.computed[rows] += more
-        longer = rows[more > 0]
-        self._place_lists(longer)
+        slots.slack[at] -= drafts
+        slots.known[at] += more
+        slots.computed[at] += more
         if not self._in_flight:
             return
         came, settled = np.zeros((2, len(slots.active)), dtype=np.int64)
-        came[rows], settled[rows] = more, drafts
+        came[at], settled[at] = more, drafts
         for plan in self._in_flight:
-            plan.start[:] += came[plan.slots]
-            plan.slack[:] -= settled[plan.slots]
-            plan.sel_count[:], plan.tail_page[:] = slots.sel_count[plan.slots], slots.tail_page[plan.slots]
+            plan.start[:] += came[plan.at]
+            plan.slack[:] -= settled[plan.at]
+            plan.sel_count[:], plan.tail_page[:] = slots.lists_of(slots.computed[plan.at])
 
     def _observe(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> None:
         if type(self.policy).observe is Policy.observe:

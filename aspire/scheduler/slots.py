@@ -28,14 +28,10 @@ class SlotRows(NamedTuple):
     computed: Ints
     drafted: Ints
     slack: Ints
-    sel_count: Ints
-    tail_page: Ints
     known: Ints
     limit: Ints
     tenancy: Ints
-
-
-_LISTS = slice(SlotRows._fields.index("sel_count"), SlotRows._fields.index("tail_page") + 1)
+    lists: Ints  # [2, n], see `Slots.lists_of`
 
 
 class Slots:
@@ -52,8 +48,9 @@ class Slots:
         self.requests: list[Request | None] = [None] * max_slots
         self.request_ids = np.full(max_slots, "", dtype=object)
         # one array, so that a step gathers its rows in one go; the names are views
-        self._state = np.zeros((len(SlotRows._fields), max_slots), dtype=np.int64)
-        views = SlotRows(*self._state)
+        self._state = np.zeros((len(SlotRows._fields) - 1, max_slots), dtype=np.int64)
+        self.set_lists(None, page_tokens=1)
+        views = self._views(self._state)
         self.tenancy = views.tenancy  # counts stays; negative while the slot is empty
         self._stays = 0
         self.active = np.zeros(max_slots, dtype=bool)
@@ -65,8 +62,6 @@ class Slots:
         self.generated = np.zeros(max_slots, dtype=np.int64)
         self.limit = views.limit  # known tokens at which the request ends
         self.seeded = np.zeros(max_slots, dtype=bool)  # a page list exists for the committed KV
-        self.sel_count = views.sel_count
-        self.tail_page = views.tail_page
         self.order = np.zeros(max_slots, dtype=np.int64)  # submission order of the request
         self.priority = np.zeros(max_slots, dtype=np.int64)
         self.last_step = np.zeros(max_slots, dtype=np.int64)  # last step the slot took part in
@@ -77,13 +72,26 @@ class Slots:
         """Slots without a request."""
         return len(self._free)
 
-    def gather(self, rows: Ints) -> SlotRows:
+    def gather(self, rows: Ints | slice) -> SlotRows:
         """The state of the slots ``rows`` [n], copied."""
-        return SlotRows(*self._state.take(rows, axis=1))
+        whole = self._state[:, rows].copy() if isinstance(rows, slice) else self._state.take(rows, axis=1)
+        return self._views(whole)
 
-    def set_lists(self, rows: Ints, lists: Ints) -> None:
-        """``lists`` [2, n]: ``sel_count`` and ``tail_page`` of the slots ``rows``."""
-        self._state[_LISTS, rows] = lists
+    def _views(self, state: Ints) -> SlotRows:
+        computed, drafted, slack, known, limit, tenancy = state
+        return SlotRows(computed, drafted, slack, known, limit, tenancy, self.lists_of(computed))
+
+    def set_lists(self, lists: Ints | None, page_tokens: int) -> None:
+        """``lists`` [2, pages]: how many pages the page list of a request names, and where the tail that it reads
+        besides begins, by the pages of committed KV that are full. None: there are no lists."""
+        self._lists, self._page_tokens = lists, page_tokens
+
+    def lists_of(self, computed: Ints) -> Ints:
+        """[2, n]: ``sel_count`` and ``tail_page`` of requests with ``computed`` [n] tokens of committed KV. Their lists
+        were made when the last of these were committed."""
+        if self._lists is None:
+            return np.zeros((2, len(computed)), dtype=np.int64)
+        return self._lists.take(computed // self._page_tokens, axis=1)
 
     def occupy(self, request: Request, limit: int) -> int:
         """Move ``request`` into a free slot; all it knows is still to be computed. Returns the slot."""

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError
-from aspire.scheduler.features import StepFeatures
+from aspire.scheduler.features import FEATURES, StepFeatures
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
+from aspire.scheduler.slots import index_of
 
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
 
@@ -45,7 +46,9 @@ def gains_by_drafting(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> NDArr
     rejected, more = 1.0 - alpha, drafted + 1
     after = alpha**more
     # next to 1 the difference of two numbers near 1 has no digits left
-    tokens = np.where(rejected > 1e-9, (1.0 - after) / np.maximum(rejected, 1e-9), more)
+    tokens, sure = (1.0 - after) / np.maximum(rejected, 1e-9), rejected <= 1e-9
+    if np.count_nonzero(sure):
+        tokens = np.where(sure, more, tokens)
     return np.asarray(after * (1.0 + cost_ratio * drafted) > cost_ratio * tokens)
 
 
@@ -69,10 +72,10 @@ class Aspire(Policy):
         self._first_round[slots] = True
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
-        slots, drafted = view.slots, view.drafted
-        draft = gains_by_drafting(self._alpha[slots], self._cost_ratio(view), drafted) & (drafted < self.d_max)
-        first = self._first_round[slots]
-        if first.any():
+        at, drafted = index_of(view.slots), view.drafted
+        draft = gains_by_drafting(self._alpha[at], self._cost_ratio(view), drafted) & (drafted < self.d_max)
+        first = self._first_round[at]
+        if np.count_nonzero(first):
             draft = np.where(first, drafted < min(self.params.gamma_init, self.d_max), draft)
         return np.where(draft, _DRAFT, _VERIFY)
 
@@ -80,8 +83,9 @@ class Aspire(Policy):
         verified = feedback.verified
         if not np.count_nonzero(verified):
             return
-        self._first_round[feedback.slots[verified]] = False
-        learn = verified & (feedback.drafted > 0)
+        if np.count_nonzero(self._first_round):
+            self._first_round[feedback.slots[verified]] = False
+        learn = (feedback.drafted * verified).nonzero()[0]
         slots, accepted = feedback.slots[learn], feedback.accepted[learn]
         estimate = accepted / np.minimum(accepted + 1, feedback.drafted[learn])
         self._alpha[slots] = self.params.w * self._alpha[slots] + (1.0 - self.params.w) * estimate
@@ -94,7 +98,9 @@ class Aspire(Policy):
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        copies = np.concatenate([view.draft_features().columns(), view.verify_features().columns()], axis=1)
+        copies = np.empty((len(FEATURES), 2 * count))
+        view.fill_draft_features(copies[:, :count])
+        view.fill_verify_features(copies[:, count:])
         copies *= count
         seconds = view.cost_model.predict(StepFeatures.from_columns(copies))
         return np.asarray(seconds[:count] / np.maximum(seconds[count:], 1e-12))

@@ -42,37 +42,41 @@ class PolicyView:
 
     def draft_features(self) -> StepFeatures:
         """Features [n] of one draft row each."""
-        columns = _like(_ONE_DRAFT, len(self.slots))
-        columns[_SPARSE_KV] = (1.0 - self.full_layer_share) * self.sparse_tokens
-        if self.full_layer_share:
-            columns[_FULL_KV] = columns[_SELECT_KV] = self.full_layer_share * self.context_tokens
-            columns[_SELECT_ROWS] = 1.0
+        columns = np.empty((len(FEATURES), len(self.slots)))
+        self.fill_draft_features(columns)
         return StepFeatures.from_columns(columns)
 
     def verify_features(self) -> StepFeatures:
         """Features [n] of one verification row each."""
-        columns = _like(_ONE_VERIFY, len(self.slots))
-        columns[_QUERY] = columns[_PADDED] = self.drafted + 1.0
+        columns = np.empty((len(FEATURES), len(self.slots)))
+        self.fill_verify_features(columns)
+        return StepFeatures.from_columns(columns)
+
+    def fill_draft_features(self, columns: Floats) -> None:
+        """`draft_features` into ``columns`` [len(FEATURES), n]."""
+        columns[:] = _ONE_DRAFT
+        np.multiply(self.sparse_tokens, 1.0 - self.full_layer_share, out=columns[_SPARSE_KV])
+        if self.full_layer_share:
+            columns[_FULL_KV] = columns[_SELECT_KV] = self.full_layer_share * self.context_tokens
+            columns[_SELECT_ROWS] = 1.0
+
+    def fill_verify_features(self, columns: Floats) -> None:
+        """`verify_features` into ``columns`` [len(FEATURES), n]."""
+        columns[:] = _ONE_VERIFY
+        columns[_QUERY] += self.drafted
+        columns[_PADDED] = columns[_QUERY]
         columns[_FULL_KV] = self.context_tokens
         if self.select_layer_share:
-            columns[_SELECT_KV] = self.select_layer_share * self.context_tokens
+            np.multiply(self.context_tokens, self.select_layer_share, out=columns[_SELECT_KV])
             columns[_SELECT_ROWS] = 1.0
-        return StepFeatures.from_columns(columns)
 
 
 _QUERY, _PADDED, _SPARSE_KV, _FULL_KV, _SELECT_KV, _SELECT_ROWS = map(
     FEATURES.index,
     ("query_tokens", "padded_tokens", "sparse_kv_tokens", "full_kv_tokens", "select_kv_tokens", "select_rows"),
 )
-_ONE_DRAFT = StepFeatures.of(rows=1.0, query_tokens=1.0, draft_rows=1.0).columns()
-_ONE_VERIFY = StepFeatures.of(rows=1.0, query_tokens=1.0, verify_rows=1.0).columns()
-
-
-def _like(one: Floats, count: int) -> Floats:
-    """[len(FEATURES), count]: ``count`` steps with the features ``one``."""
-    columns = np.empty((len(one), count))
-    columns[:] = one[:, None]
-    return columns
+_ONE_DRAFT = StepFeatures.of(rows=1.0, query_tokens=1.0, draft_rows=1.0).columns()[:, None]
+_ONE_VERIFY = StepFeatures.of(rows=1.0, query_tokens=1.0, verify_rows=1.0).columns()[:, None]
 
 
 @dataclass(frozen=True)
