@@ -182,17 +182,21 @@ class Simulation:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        for slot in plan.slots[self._owner[plan.slots] < 0].tolist():
-            self._attach(slot)
-        return _Planned(plan, self._env.now, self._owner[plan.slots])
+        owner = self._owner.take(plan.slots)
+        if np.count_nonzero(owner < 0):
+            for slot in plan.slots[owner < 0].tolist():
+                self._attach(slot)
+            owner = self._owner.take(plan.slots)
+        return _Planned(plan, self._env.now, owner)
 
     def _finish_step(self, step: _Planned, start_s: float, seconds: float) -> None:
         plan, scheduler = step.plan, self.scheduler
-        alive = scheduler.slots.tenancy[plan.slots] == plan.tenancy
+        alive = scheduler.slots.tenancy[plan.at] == plan.tenancy
         outcome = self._outcomes.of(plan, alive, scheduler.slots.generated, seconds)
         self._left[:] = False
         finished = scheduler.update(plan, outcome)
-        log_step(self.log, plan, outcome, step.owner, start_s, self._left[plan.slots] & alive, step.planned_s)
+        left = self._left[plan.at] & alive if finished else self._left[: len(alive)]
+        log_step(self.log, plan, outcome, step.owner, start_s, left, step.planned_s)
         if finished:
             self._done += len(finished)
             if not self._room.triggered:

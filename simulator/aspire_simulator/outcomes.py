@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from aspire.runlog import DRAFT
 from aspire.scheduler.plan import StepOutcome, StepPlan
 from aspire_simulator.acceptance import AcceptanceModel
 
@@ -22,9 +21,11 @@ class SlotOutcomes:
         self._model = model
         self._seed = seed
         self._gain = model.gain
-        shape = (max_slots, max_output_tokens + 1)
+        self._width = max_output_tokens + 1
+        shape = (max_slots, self._width)
         self._difficulty = np.zeros(shape, dtype=np.float32)
         self._margins = np.zeros((3, *shape), dtype=np.float32)  # accepted, rejected, behind a rejected one
+        self._margins_of = self._difficulty.size * np.array([2, 1, 0])  # where those of each fate begin
         self._right = np.zeros(max_slots, dtype=np.int64)  # leading drafts of the slot that are right
         self._intact = np.ones(max_slots, dtype=bool)  # none of them was wrong
 
@@ -48,23 +49,26 @@ class SlotOutcomes:
 
         ``alive`` [rows]: the request is still there; nothing comes of rows whose request ended while they were planned.
         """
-        slots, drafted = plan.slots, plan.drafted
-        drafting = plan.modes == DRAFT
-        # whoever holds drafts and does not draft verifies them
-        accepted = self._right[slots] * (alive & ~drafting & (drafted > 0))
-        committed = (alive & plan.samples & ~drafting) + accepted
+        slots, drafted, drafting = plan.slots, plan.drafted, plan.draft
         margin = np.full(len(slots), np.nan)
-        rows = (alive & drafting).nonzero()[0]
-        if len(rows):
+        if plan.num_drafts == plan.num_rows:
+            accepted = committed = np.zeros(len(slots), dtype=np.int64)
+        else:
+            # whoever holds drafts and does not draft verifies them
+            settles = alive & ~drafting
+            accepted = self._right[plan.at] * (settles & (drafted > 0))
+            committed = (settles & plan.samples) + accepted
+        if plan.num_drafts:
+            rows = (alive & drafting).nonzero()[0]
             at, held = slots[rows], drafted[rows]
-            place = generated[at] + held
+            cell = at * self._width + generated[at] + held
             fresh = held == 0
             intact = self._intact[at] | fresh
             gain = self._gain if len(self._gain) == 1 else self._gain[np.minimum(held, len(self._gain) - 1)]
-            still = intact & (self._difficulty[at, place] < gain)
-            # 0: right, 1: the first wrong one, 2: behind a wrong one
-            fate = 2 - intact.view(np.int8) - still.view(np.int8)
-            margin[rows] = self._margins[fate, at, place]
+            still = intact & (self._difficulty.take(cell) < gain)
+            # 2: right, 1: the first wrong one, 0: behind a wrong one
+            fate = intact.view(np.int8) + still.view(np.int8)
+            margin[rows] = self._margins.take(cell + self._margins_of.take(fate))
             self._right[at] = self._right[at] * ~fresh + still
             self._intact[at] = still
         finish = np.zeros(len(slots), dtype=np.int64)
