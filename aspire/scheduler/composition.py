@@ -31,14 +31,14 @@ def features_of_rows(
     rows, full = len(query), int(np.add.reduce(context))
     drafts = int(np.count_nonzero(drafting))
     prefills = 0 if prompts is None else int(np.count_nonzero(prompts))
-    sparse, draft_full, width = 0, 0.0, 0
-    if drafts == rows:
-        read, pages = full, int(np.add.reduce(lists[0] - lists[1]))
-    elif drafts:
-        read = int(context @ drafting)
-        pages = int((lists[0] - lists[1]) @ drafting)
+    sparse, draft_full, width, longest_full, longest_sparse = 0, 0.0, 0, 0, 0
+    if drafts < rows:
+        longest_full = int(np.maximum.reduce(context[~drafting] if drafts else context))
     if drafts:
-        sparse = pages * page_tokens + read
+        read = full if drafts == rows else int(context @ drafting)
+        reads = (lists[0] - lists[1]) * page_tokens + context  # by each row, if it drafts
+        reads *= drafting
+        sparse, longest_sparse = int(np.add.reduce(reads)), int(np.maximum.reduce(reads))
         full -= read
         draft_full = full_layer_share * float(read)
     if drafts + prefills < rows:
@@ -61,6 +61,8 @@ def features_of_rows(
         select_layer_share * choosing_kv + draft_full,
         choosing + (drafts if full_layer_share else 0),
         width,
+        longest_full,
+        (1.0 - full_layer_share) * longest_sparse,
     )
 
 

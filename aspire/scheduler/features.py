@@ -16,7 +16,7 @@ class StepFeatures:
     """Features of one step or of many: float64 arrays of one common shape (scalars are 0-d).
 
     ``kv_tokens`` count tokens whose K and V are read in every layer; page = 16 tokens elsewhere, tokens here. All but
-    ``verify_width`` are sums over the rows of a step.
+    the last three (`MAXIMA`) are sums over the rows of a step.
     """
 
     rows: Floats  # requests in the step
@@ -30,7 +30,10 @@ class StepFeatures:
     prefill_qkv: Floats  # sum over prefill rows of query tokens x context: attention compute of prefill
     select_kv_tokens: Floats  # context of rows whose page mass is computed in this step
     select_rows: Floats
-    verify_width: Floats  # query tokens of the widest verifying row; 0 = not known, the mean of them stands for it
+    # largest of any row; 0 = not known, the mean of the rows stands for it
+    verify_width: Floats  # query tokens of the widest verifying row
+    longest_full_kv: Floats  # tokens of the longest context that a verifying or prefill row reads
+    longest_sparse_kv: Floats  # most tokens that a drafting row reads
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...] = ()) -> StepFeatures:
@@ -89,12 +92,14 @@ class StepFeatures:
 
     def __add__(self, other: StepFeatures) -> StepFeatures:
         matrix = self.matrix() + other.matrix()
-        matrix[..., _PLACE["verify_width"]] = np.maximum(self.verify_width, other.verify_width)
+        matrix[..., MAXIMA] = np.maximum(self.matrix()[..., MAXIMA], other.matrix()[..., MAXIMA])
         return StepFeatures.from_matrix(matrix)
 
 
 FEATURES: tuple[str, ...] = tuple(field.name for field in fields(StepFeatures))
 _PLACE = {name: index for index, name in enumerate(FEATURES)}
+MAXIMA = slice(_PLACE["verify_width"], None)
+"""Places of the features that are a maximum over rows: those of joined work are not summed."""
 
 
 class CostModel(Protocol):

@@ -110,12 +110,15 @@ class Cell:
             context = group.count * group.context_tokens
             if group.kind == "draft":
                 total["draft_rows"] += group.count
-                total["sparse_kv_tokens"] += (1.0 - full_layer_share) * group.count * group.sparse_tokens
+                read = (1.0 - full_layer_share) * group.sparse_tokens
+                total["sparse_kv_tokens"] += group.count * read
+                total["longest_sparse_kv"] = max(total["longest_sparse_kv"], read)
                 total["full_kv_tokens"] += full_layer_share * context
                 total["select_kv_tokens"] += full_layer_share * context
                 total["select_rows"] += group.count * (full_layer_share > 0)
             else:
                 total["full_kv_tokens"] += context
+                total["longest_full_kv"] = max(total["longest_full_kv"], group.context_tokens)
             if group.kind == "verify":
                 total["verify_rows"] += group.count
                 total["verify_width"] = max(total["verify_width"], group.query_tokens)

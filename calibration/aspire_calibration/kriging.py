@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from aspire.errors import InputError, check_choice, check_keys
-from aspire.scheduler.features import Floats
+from aspire.scheduler.features import FEATURES, MAXIMA, Floats
 from aspire_calibration.ramps import Ramp, RampModel, design
 from aspire_calibration.solve import nonnegative_relative
 from aspire_calibration.variables import SUMS, VARIABLES, fill_rows, sum_matrix, variable_rows
@@ -51,6 +51,8 @@ AXES = (
     Axis(3.5, {"full_kv_tokens": 1.0}),
     Axis(3.0, {"full_kv_tokens": 1.0, "verify_rows": -1.0}),
     Axis(1.0, {"widest_verify": 1.0}),
+    Axis(1.0, {"full_spread": 1.0}),
+    Axis(1.0, {"sparse_spread": 1.0}),
     Axis(10.0, {"select_kv_tokens": 1.0}),
     Axis(5.0, {"select_rows": 1.0}),
     Axis(4.0, {"prefill_tokens": 1.0}),
@@ -198,5 +200,6 @@ def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, fl
 
 def base_terms(features: Floats) -> list[Ramp]:
     """A price for each sum of features that occurs: quick to evaluate, monotone."""
-    names = [name for name in SUMS if name not in ("query_tokens", "verify_width", "full_rows", "kv_tokens")]
+    told_twice = {"query_tokens", "full_rows", "kv_tokens", *FEATURES[MAXIMA]}
+    names = [name for name in SUMS if name not in told_twice]
     return [Ramp("one"), *(Ramp(name) for name in names if np.any(variable_rows(features, [name])))]

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from aspire.errors import InputError
-from aspire.scheduler.features import FEATURES, Floats, StepFeatures
+from aspire.scheduler.features import FEATURES, MAXIMA, Floats, StepFeatures
 from aspire_calibration.cells import bucket_array
 from aspire_calibration.model import CostModelFile
-from aspire_calibration.variables import INDEX, VERIFY_WIDTH
+from aspire_calibration.variables import INDEX
 
 SLACK = 1.02  # a range is left when a feature exceeds it by more than this factor
 
@@ -71,7 +71,7 @@ class LoadedCostModel:
         pair = np.empty((len(FEATURES), 2, *shape))
         pair[:, 0] = before
         np.add(before, work, out=pair[:, 1])
-        pair[VERIFY_WIDTH, 1] = np.maximum(before[VERIFY_WIDTH], work[VERIFY_WIDTH])
+        pair[MAXIMA, 1] = np.maximum(before[MAXIMA], work[MAXIMA])
         flat = pair.reshape(len(FEATURES), -1)
         size = flat.shape[1] // 2
         tokens = flat[QUERY_TOKENS]

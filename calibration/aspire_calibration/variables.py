@@ -13,7 +13,10 @@ INDEX = {name: position for position, name in enumerate(FEATURES)}
 ROWS, QUERY, DRAFT_ROWS, VERIFY_ROWS = (INDEX[n] for n in ("rows", "query_tokens", "draft_rows", "verify_rows"))
 PREFILL, PREFILL_QKV = INDEX["prefill_tokens"], INDEX["prefill_qkv"]
 FULL_KV, SELECT_KV, SELECT_ROWS = (INDEX[n] for n in ("full_kv_tokens", "select_kv_tokens", "select_rows"))
-VERIFY_WIDTH = INDEX["verify_width"]
+VERIFY_WIDTH, LONGEST_FULL, LONGEST_SPARSE = (
+    INDEX[n] for n in ("verify_width", "longest_full_kv", "longest_sparse_kv")
+)
+SPARSE_KV = INDEX["sparse_kv_tokens"]
 SHORT_CONTEXT = 128.0  # tokens: no step tells shorter contexts apart
 
 # name -> (unit of the variable, definition)
@@ -41,6 +44,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "select_context_octaves": ("octave", "mean_context_octaves in steps that compute page mass, else 0"),
     "wide_select_kv_tokens": ("token", "select_kv_tokens in steps where some row verifies drafts, else 0"),
     "verify_width": ("token", "query tokens of the widest verifying row; 0 where the step does not tell it"),
+    "longest_full_kv": ("token", "longest context of a full row; 0 where the step does not tell it"),
+    "longest_sparse_kv": ("token", "most tokens that a drafting row reads; 0 where the step does not tell it"),
+    "full_spread": ("mean", "longest context of full rows over their mean, less 1; 0 where not told"),
+    "sparse_spread": ("mean", "most tokens that a drafting row reads over their mean, less 1; 0 where not told"),
     "widest_verify": ("token", "verify_width, or where it is not told the mean query tokens of verifying rows"),
     "wide_kv_tokens": ("token", "verify_kv_tokens in steps where some row verifies drafts, else 0"),
     "widest_kv_tokens": ("token", "verify_kv_tokens in steps where some row verifies more than 8 drafts, else 0"),
@@ -128,9 +135,16 @@ class _Derived:
         return np.asarray(np.maximum(f[PREFILL_QKV] - within, 0.0))
 
 
+def _spread(longest: Floats, total: Floats, rows: Floats) -> Floats:
+    """[steps]: longest over mean, less 1."""
+    return np.asarray(np.maximum(longest * rows / np.maximum(total, 1.0) - 1.0, 0.0))
+
+
 DERIVED: dict[str, Callable[[_Derived], Floats | float]] = {
     "one": lambda d: 1.0,
     "padded_rows": lambda d: np.exp2(np.ceil(np.log2(np.maximum(d.f[ROWS], 1.0)))),
+    "full_spread": lambda d: _spread(d.f[LONGEST_FULL], d.f[FULL_KV], d.f[ROWS] - d.f[DRAFT_ROWS]),
+    "sparse_spread": lambda d: _spread(d.f[LONGEST_SPARSE], d.f[SPARSE_KV], d.f[DRAFT_ROWS]),
     "verify_kv_tokens": lambda d: d.verify_kv_tokens,
     "verify_extra_qkv": lambda d: d.verify_kv_tokens * d.mean_drafted,
     "mean_drafted": lambda d: d.mean_drafted,

@@ -184,6 +184,8 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
         "mean_drafted": 4,
         "mean_context_octaves": pytest.approx(np.log2(4300 / 3 / 128)),
         "select_context_octaves": pytest.approx(np.log2(4300 / 3 / 128)),
+        "full_spread": 0,
+        "sparse_spread": 0,
         "wide_select_kv_tokens": 4000,
         "widest_verify": 5,
         "wide_kv_tokens": 4000,
@@ -278,8 +280,25 @@ def test_one_wide_row_makes_the_whole_launch_dearer() -> None:
 
 
 def test_widths_of_joined_work_are_not_summed() -> None:
-    one, two = (StepFeatures.of(rows=2.0, verify_rows=2.0, query_tokens=2.0 * w, verify_width=w) for w in (3.0, 9.0))
+    one, two = (
+        StepFeatures.of(rows=2.0, verify_rows=2.0, query_tokens=2.0 * w, verify_width=w, longest_full_kv=1e3 / w)
+        for w in (3.0, 9.0)
+    )
     assert (one + two).verify_width == 9.0 and (one + two).rows == 4.0
+    assert (one + two).longest_full_kv == one.longest_full_kv == (two + one).longest_full_kv
+
+
+def test_rows_of_unlike_contexts_are_told_from_rows_of_their_mean() -> None:
+    step = StepFeatures.of(
+        rows=np.array([4.0, 4.0, 6.0]),
+        verify_rows=np.array([4.0, 4.0, 2.0]),
+        draft_rows=np.array([0.0, 0.0, 4.0]),
+        full_kv_tokens=np.array([4e3, 4e3, 2e3]),
+        sparse_kv_tokens=np.array([0.0, 0.0, 2e3]),
+        longest_full_kv=np.array([2.5e3, 0.0, 1e3]),
+        longest_sparse_kv=np.array([0.0, 0.0, 1e3]),
+    )
+    assert variable_rows(step.columns(), ["full_spread", "sparse_spread"]).tolist() == [[1.5, 0, 0], [0, 0, 1]]
 
 
 def test_prefill_takes_the_larger_of_host_and_device() -> None:

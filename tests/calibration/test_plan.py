@@ -78,6 +78,8 @@ def test_features_of_a_mixed_step():
         "select_kv_tokens": 4000,
         "select_rows": 2,
         "verify_width": 5,
+        "longest_full_kv": 2000,
+        "longest_sparse_kv": 512,
     }
     assert {name: float(getattr(f, name)) for name in FEATURES} == expected
 
