@@ -126,14 +126,25 @@ class SurvivalModel:
     logit P(draft k accepted | those before it) = w . (1, sqrt(margin), k / d_max) + u[slot]. The population weights w
     follow recursive Newton steps of a penalised logistic regression that forgets; u is a Kalman filter's mean. Drafts
     whose margin is not known (NaN) count as the mean acceptance of their position.
+
+    ``block_rounds``: w learns from so many rounds in one step, of fewer while it has seen little (1/64 of the rounds so
+    far); 1 = from each verification at once. u always learns at once.
     """
 
-    def __init__(self, max_slots: int, d_max: int = 16, params: SurvivalParams | None = None) -> None:
-        if max_slots < 1 or d_max < 1:
-            raise UsageError(f"survival model: max_slots={max_slots} and d_max={d_max} must be at least 1")
+    def __init__(
+        self, max_slots: int, d_max: int = 16, params: SurvivalParams | None = None, *, block_rounds: int = 1
+    ) -> None:
+        if max_slots < 1 or d_max < 1 or block_rounds < 1:
+            raise UsageError(
+                f"survival model: max_slots={max_slots}, d_max={d_max} and block_rounds={block_rounds} "
+                "must be at least 1"
+            )
         self.params = p = params or SurvivalParams()
         self.d_max = d_max
         self.weights: Floats = np.array([p.intercept, p.slope, p.position_slope])
+        self._block_rounds = block_rounds
+        self._seen_rounds = self._new_rounds = 0
+        self._judged: list[tuple[Any, ...]] = []  # root, place, right, miss, information; w has not learned from them
         self._prior_precision: Floats = np.diag(np.asarray(p.precision, dtype=np.float64))
         self._precision = self._prior_precision.copy()
         self._accepted: Floats = np.zeros(d_max)  # by position, fading
@@ -201,13 +212,17 @@ class SurvivalModel:
         chance, root = self._predicted.take(cell), self._root.take(cell)
         right = place < accepted[row]
         miss, information = right - chance, chance * (1.0 - chance)
-        self._learn_population(count, root, place, right, miss, information)
+        self._judged.append((root, place, right, miss, information))
+        self._new_rounds += count
+        if self._new_rounds >= min(self._block_rounds, 1 + self._seen_rounds // 64):
+            self._learn_population()
         self._learn_effect(slots, _sums(row, miss, count), _sums(row, information, count))
         self.drop_drafts(slots)
 
     def pass_rounds(self, slots: Ints, rounds: Ints) -> None:
         """``slots`` [n] verified ``rounds`` [n] times without drafts: what was learned fades, as `observe_verified` of
         them one by one would let it."""
+        self._learn_population()
         self._fade(int(rounds.sum()))
         self._refresh_pooled()
         carry = self.params.effect_carry**rounds
@@ -245,6 +260,7 @@ class SurvivalModel:
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned about the population, as JSON values."""
+        self._learn_population()
         return {
             "weights": self.weights.tolist(),
             "precision": self._precision.tolist(),
@@ -281,10 +297,15 @@ class SurvivalModel:
         self._accepted, self._trials = arrays["accepted"], arrays["trials"]
         self._refresh_pooled()
 
-    def _learn_population(
-        self, rounds: int, root: Floats, place: Ints, right: NDArray[np.bool_], miss: Floats, information: Floats
-    ) -> None:
-        self._fade(rounds)
+    def _learn_population(self) -> None:
+        if not self._judged:
+            return
+        root, place, right, miss, information = (
+            self._judged[0] if len(self._judged) == 1 else map(np.concatenate, zip(*self._judged, strict=True))
+        )
+        self._fade(self._new_rounds)
+        self._seen_rounds += self._new_rounds
+        self._judged, self._new_rounds = [], 0
         known = (root >= 0).astype(np.float64)
         features = np.empty((FEATURE_COUNT, len(root)))
         features[0], features[1], features[2] = known, known * root, known * place / self.d_max

@@ -309,3 +309,21 @@ def test_rounds_without_drafts_may_be_passed_at_once(rounds: list[list[tuple[lis
         once.next_acceptance(every, drafted, 3), each.next_acceptance(every, drafted, 3), rtol=1e-9
     )
     assert once.next_acceptance(every, drafted).tolist() == once.next_acceptance(every, drafted, 3)[:, :1].tolist()
+
+
+def test_a_population_that_learns_in_blocks_ends_where_one_does_that_learns_at_once() -> None:
+    luck = np.random.default_rng(5)
+    models = SurvivalModel(8, 4), SurvivalModel(8, 4, block_rounds=64)
+    slots, held = np.arange(8), np.full(8, 4)
+    for step in range(400):
+        margins, right = luck.exponential(2.0, (4, 8)), luck.integers(0, 5, 8)
+        for model in models:
+            for place in range(4):
+                model.observe_drafts(slots, np.full(8, place), margins[place])
+            model.observe_verified(slots, held, right)
+        if step == 0:  # the first round of all is learned from at once, as are the requests' own shifts
+            np.testing.assert_array_equal(models[0].weights, models[1].weights)
+    np.testing.assert_allclose(models[1].weights, models[0].weights, atol=0.1)
+    np.testing.assert_allclose(models[1].effect, models[0].effect, atol=0.1)
+    given, want = (np.array(model.to_dict()["trials"]) for model in (models[1], models[0]))
+    np.testing.assert_allclose(given, want, rtol=0.02)  # nothing is left out

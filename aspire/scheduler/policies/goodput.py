@@ -21,6 +21,7 @@ from aspire.scheduler.slots import index_of
 from aspire.scheduler.survival import SurvivalModel, best_rate, worth_drafting
 
 _MODE_HYSTERESIS = 0.02
+_BLOCK_ROUNDS = 64  # of the thousands that the population remembers
 REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
 _REPRICE_GROWTH = 1.05  # where not even a sure draft pays: as long as contexts are no longer than so many times
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
@@ -70,7 +71,7 @@ class Goodput(Policy):
 
     def __init__(self, params: GoodputParams, max_slots: int, d_max: int) -> None:
         super().__init__(params, max_slots, d_max)
-        self.survival = SurvivalModel(max_slots, max(d_max, 1))
+        self.survival = SurvivalModel(max_slots, max(d_max, 1), block_rounds=_BLOCK_ROUNDS)
         self._idle: Ints = np.zeros(max_slots, dtype=np.int64)  # rounds since the last draft
         # requests that gave up together must not all explore in the same step: +-25 %, spread by the golden ratio
         spread = np.asarray(np.arange(max_slots) * 0.6180339887 % 1.0, dtype=np.float64)
