@@ -18,7 +18,7 @@ def features_of_rows(
     prompts: Mask | None,  # rows with tokens of a prompt; None where there are none
     query: Ints,
     start: Ints,
-    selecting: Mask | None,  # rows that get page lists in this step; None where nobody does
+    selecting: Mask | bool | None,  # rows that get page lists in this step; True: all that do not draft; None: nobody
     *,
     tokens: int,  # sum of ``query``
     page_tokens: int,
@@ -28,7 +28,7 @@ def features_of_rows(
 ) -> StepFeatures:
     """Features (0-d) of the step in which the rows put ``query`` tokens at ``start`` through the model."""
     context = start + query
-    rows, full = len(query), int(np.add.reduce(context))
+    rows, full = len(query), int(np.add.reduce(start)) + tokens
     drafts = int(np.count_nonzero(drafting))
     prefills = 0 if prompts is None else int(np.count_nonzero(prompts))
     sparse, draft_full, width, longest_full, longest_sparse = 0, 0.0, 0, 0, 0
@@ -44,10 +44,11 @@ def features_of_rows(
     if drafts + prefills < rows:
         verifying = query if prompts is None else query[~(drafting | prompts)]
         width = 1 if tokens == rows else int(np.maximum.reduce(verifying))  # a draft row has one query token
-    choosing, choosing_kv = 0, 0
-    if selecting is not None:
-        choosing = int(np.count_nonzero(selecting))
-        choosing_kv = int(np.add.reduce(context)) if choosing == rows else int(context @ selecting)
+    choosing = choosing_kv = 0
+    if selecting is True:
+        choosing, choosing_kv = rows - drafts, full
+    elif selecting is not None:
+        choosing, choosing_kv = int(np.count_nonzero(selecting)), int(context @ selecting)
     return StepFeatures.of_step(
         rows,
         tokens,

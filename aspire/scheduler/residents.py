@@ -101,6 +101,8 @@ class Residents:
     def admit(self, growth: int = 0) -> None:
         """Move waiting requests into free slots while their prompts' pages fit, beside the ``growth`` pages that those
         who run need now."""
+        if not self.slots.num_free:
+            return
         watermark = max(growth, int(self.config.watermark * self.pages.num_usable))
         while self.slots.num_free and (request := self._waiting.head()) is not None:
             known = request.prompt_tokens + request.generated

@@ -253,7 +253,8 @@ class Scheduler(Residents):
         ``tokens``: sum of ``query``."""
         slots, lists = self.slots, state.lists
         draft = modes == _DRAFT
-        start = state.computed + state.drafted * draft
+        drafts = int(np.count_nonzero(draft))
+        start = state.computed + state.drafted * draft if drafts else state.computed
         samples = self._every[: len(rows)]
         if prefills:
             samples = (modes != _PREFILL) | (start + query == state.known)
@@ -285,7 +286,7 @@ class Scheduler(Residents):
             lossy=self.config.lossy,
         )
         # what is known here already need not be worked out by the plan
-        vars(plan).update(at=at, draft=draft, num_prefills=prefills, num_query_tokens=tokens)
+        vars(plan).update(at=at, draft=draft, num_drafts=drafts, num_prefills=prefills, num_query_tokens=tokens)
         self._step += 1
         return plan
 
@@ -301,9 +302,11 @@ class Scheduler(Residents):
         samples: NDArray[np.bool_],
     ) -> StepFeatures:
         prompts = modes == _PREFILL if prefills else None
-        selecting = samples & ~draft if self._selects and self.select_layer_share > 0 else None
+        selecting: NDArray[np.bool_] | bool | None = None
+        if self._selects and self.select_layer_share > 0:
+            selecting = True if prompts is None else samples & ~draft
         if self.config.lossy:  # such a row costs what a drafting row does, and gets its list while it reads
-            selecting = None if selecting is None or prompts is None else selecting & prompts
+            selecting = None if prompts is None or selecting is None else selecting & prompts
             draft = np.ones_like(draft) if prompts is None else ~prompts
         return features_of_rows(
             lists,
