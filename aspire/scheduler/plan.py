@@ -28,7 +28,7 @@ class Mode(IntEnum):
 _DRAFT, _VERIFY = int(Mode.DRAFT), int(Mode.VERIFY)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, as `StepOutcome`: these are made at every step, and freezing doubles what it takes
 class StepPlan:
     """A composed batch: row r is the request in slot ``slots[r]``; rows are in slot order. All arrays are int64 [rows].
 
@@ -137,7 +137,7 @@ class StepPlan:
         return np.asarray(self.modes == mode)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepOutcome:
     """What the executor saw, row by row of the plan. All arrays are [rows]."""
 

@@ -29,7 +29,7 @@ Events = Generator[simpy.Event, Any, None]
 Progress = Callable[[int, int, float], None]  # finished requests, all requests, simulated seconds
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Planned:
     """A step with the requests in its rows, which may have ended when it does."""
 

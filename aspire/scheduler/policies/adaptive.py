@@ -99,9 +99,8 @@ class Aspire(Policy):
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
         copies = np.empty((len(FEATURES), 2 * count))
-        view.fill_draft_features(copies[:, :count])
-        view.fill_verify_features(copies[:, count:])
-        copies *= count
+        view.fill_draft_features(copies[:, :count], count)
+        view.fill_verify_features(copies[:, count:], count)
         seconds = view.cost_model.predict(StepFeatures.from_columns(copies))
         return np.asarray(seconds[:count] / np.maximum(seconds[count:], 1e-12))
 

@@ -26,7 +26,7 @@ class Action(IntEnum):
     WAIT = 2  # sit this step out (policies that keep the batch in step)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PolicyView:
     """The decoding requests of this step, arrays [n], in slot order."""
 
@@ -52,23 +52,24 @@ class PolicyView:
         self.fill_verify_features(columns)
         return StepFeatures.from_columns(columns)
 
-    def fill_draft_features(self, columns: Floats) -> None:
-        """`draft_features` into ``columns`` [len(FEATURES), n]."""
-        columns[:] = _ONE_DRAFT
-        np.multiply(self.sparse_tokens, 1.0 - self.full_layer_share, out=columns[_SPARSE_KV])
+    def fill_draft_features(self, columns: Floats, copies: int = 1) -> None:
+        """`draft_features` of ``copies`` alike rows each, into ``columns`` [len(FEATURES), n]."""
+        columns[:] = copies * _ONE_DRAFT
+        np.multiply(self.sparse_tokens, copies * (1.0 - self.full_layer_share), out=columns[_SPARSE_KV])
         if self.full_layer_share:
-            columns[_FULL_KV] = columns[_SELECT_KV] = self.full_layer_share * self.context_tokens
-            columns[_SELECT_ROWS] = 1.0
+            np.multiply(self.context_tokens, copies * self.full_layer_share, out=columns[_FULL_KV])
+            columns[_SELECT_KV] = columns[_FULL_KV]
+            columns[_SELECT_ROWS] = copies
 
-    def fill_verify_features(self, columns: Floats) -> None:
-        """`verify_features` into ``columns`` [len(FEATURES), n]."""
-        columns[:] = _ONE_VERIFY
-        columns[_QUERY] += self.drafted
+    def fill_verify_features(self, columns: Floats, copies: int = 1) -> None:
+        """`verify_features` of ``copies`` alike rows each, into ``columns`` [len(FEATURES), n]."""
+        columns[:] = copies * _ONE_VERIFY
+        np.multiply(self.drafted + 1, copies, out=columns[_QUERY])
         columns[_PADDED] = columns[_QUERY]
-        columns[_FULL_KV] = self.context_tokens
+        np.multiply(self.context_tokens, copies, out=columns[_FULL_KV])
         if self.select_layer_share:
-            np.multiply(self.context_tokens, self.select_layer_share, out=columns[_SELECT_KV])
-            columns[_SELECT_ROWS] = 1.0
+            np.multiply(self.context_tokens, copies * self.select_layer_share, out=columns[_SELECT_KV])
+            columns[_SELECT_ROWS] = copies
 
 
 _QUERY, _PADDED, _SPARSE_KV, _FULL_KV, _SELECT_KV, _SELECT_ROWS = map(
@@ -79,7 +80,7 @@ _ONE_DRAFT = StepFeatures.of(rows=1.0, query_tokens=1.0, draft_rows=1.0).columns
 _ONE_VERIFY = StepFeatures.of(rows=1.0, query_tokens=1.0, verify_rows=1.0).columns()[:, None]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Feedback:
     """Outcome of a step, arrays [rows] over its drafting and verifying rows."""
 
