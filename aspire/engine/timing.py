@@ -121,8 +121,9 @@ class StepTimer:
         policy = _Scripted(engine.scheduler_config.max_num_seqs, scheduler.policy_spec.num_speculative_tokens)
         policy.resting = not any(group.select for group in cell.groups)
         scheduler.policy = policy
-        names = ("slot", "known", "computed", "drafted", "sel_count", "tail_page", "primed")
+        names = ("slot", "known", "computed", "drafted", "primed")
         columns = {name: np.zeros(cell.rows, dtype=np.int64) for name in names}
+        lists = np.zeros((2, engine.scheduler_config.pages_per_slot + 1), dtype=np.int64)
         groups = [group for group in cell.groups for _ in range(group.count)]
         for row in range(cell.rows):
             engine.add_request(f"cell-{row}", [0], _SAMPLING)
@@ -134,13 +135,13 @@ class StepTimer:
             engine.sequences.occupy(slot, [0], 1, _SAMPLING, slot, (), row)
             context, query = group.context_tokens, group.query_tokens
             drafted = 0 if group.kind == "prefill" else query - 1
-            pages = (0, 0)
             if group.kind == "draft":
                 policy.actions[slot] = Action.DRAFT
-                pages = self._list_for(context, group.sparse_tokens)
-            state = (slot, context - drafted, context - query, drafted, *pages, int(group.kind != "prefill"))
+                lists[:, (context - query) // PAGE_TOKENS] = self._list_for(context, group.sparse_tokens)
+            state = (slot, context - drafted, context - query, drafted, int(group.kind != "prefill"))
             for name, value in zip(names, state, strict=True):
                 columns[name][row] = value
+        scheduler.slots.set_lists(lists, PAGE_TOKENS)
         self._fill_lists(columns)
         return columns
 
@@ -154,16 +155,17 @@ class StepTimer:
 
     def _fill_lists(self, columns: dict[str, NDArray[np.int64]]) -> None:
         """Page lists of drafting rows: pages spread over the context, as a selection would be."""
-        engine = self._engine
+        engine, slots = self._engine, columns["slot"]
         pages, lists, device = engine.scheduler.pages, engine.runner.lists.lists, engine.runner.state
-        at = torch.from_numpy(columns["slot"]).to(lists.device)
-        for name in ("sel_count", "tail_page"):
-            getattr(device, name)[at] = torch.from_numpy(columns[name]).to(lists.device).int()
-        pages.grow(columns["slot"], -(-columns["known"] // PAGE_TOKENS))
+        counts, tails = engine.scheduler.slots.lists_of(columns["computed"])
+        at = torch.from_numpy(slots).to(lists.device)
+        for values, column in ((counts, device.sel_count), (tails, device.tail_page)):
+            column[at] = torch.from_numpy(values).to(lists.device).int()
+        pages.grow(slots, -(-columns["known"] // PAGE_TOKENS))
         engine.runner.sync_pages()
-        for row in np.flatnonzero(columns["sel_count"]).tolist():
-            slot, count = int(columns["slot"][row]), int(columns["sel_count"][row])
-            chosen = np.sort(self._rng.choice(int(columns["tail_page"][row]), size=count, replace=False))
+        for row in np.flatnonzero(counts).tolist():
+            slot, count = int(slots[row]), int(counts[row])
+            chosen = np.sort(self._rng.choice(int(tails[row]), size=count, replace=False))
             lists[:, slot, :count] = torch.from_numpy(pages.table[slot, chosen]).to(lists.device)
 
     def _begin(self, columns: dict[str, NDArray[np.int64]]) -> None:
