@@ -2,11 +2,12 @@
 
 Scores are ``logits / T + noise`` and rounding acts on logits, so all margins here are in logits: times T where T > 0.
 Where two texts part, the gap between the two tokens has moved from one sign to the other. A move within ``tie_logits``
-is a tie. In float32 everything else is a problem. In half precision it is an *appeal*: the token is decoded again from
-a cold start, many times, each time beside other requests, with prompts cut elsewhere, with another share of the output
-before it computed as prompt. No copy drafts or shares pages, so copies differ in rounding alone. If a copy picks the
-disputed token, or the gap's mean over the copies is within ``SPREADS`` of its own standard deviations from 0, the two
-tokens are a tie; else the speculating engine is at fault.
+is a tie. Everything else is an *appeal*: the token is decoded again from a cold start, many times, each time beside
+other requests, with prompts cut elsewhere, with another share of the output before it computed as prompt. No copy drafts
+or shares pages, so copies differ in rounding alone. If a copy picks the disputed token, the two are a tie. That happens
+in float32, too: the last token that top-p keeps (one of thousands, where a text has lost its thread) comes and goes with
+the last bits, whatever its score. In half precision they are a tie also where the gap's mean over the copies is within
+``SPREADS`` of its own standard deviations from 0. Else the speculating engine is at fault.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Appeal:
     expected: int
     margin: float  # logits, of the autoregressive run
     shift: float  # logits
+    half: bool
+    onset: dict[str, Any]
     gaps: list[float] = field(default_factory=list)  # logits, expected minus picked token, of copies that chose one
     reproduced: bool = False
 
@@ -77,7 +80,7 @@ class Appeal:
         """``reproduced``, ``within spread`` or ``denied``."""
         if self.reproduced:
             return "reproduced"
-        measured = len(self.gaps) >= LEAST_GAPS
+        measured = self.half and len(self.gaps) >= LEAST_GAPS
         return "within spread" if measured and np.mean(self.gaps) <= SPREADS * np.std(self.gaps, ddof=1) else "denied"
 
     def to_json(self) -> dict[str, Any]:
@@ -86,13 +89,13 @@ class Appeal:
         return {
             "request": self.asked.name,
             "position": len(self.common),
-            "temperature": self.asked.params.temperature,
-            "prompt_tokens": len(self.asked.prompt),
+            **_asked(self.asked),
             "margin_logits": self.margin,
             "shift_logits": self.shift,
             "copies_heard": len(self.gaps),
             "gap_mean_logits": float(np.mean(self.gaps)) if self.gaps else None,
             "gap_std_logits": spread,
+            **self.onset,
             "verdict": self.verdict,
         }
 
@@ -154,11 +157,8 @@ class Judge:
         if shift <= self.tie_logits:
             self.ties += 1
             return None
-        if not self.half:
-            self.problems.append(_fault(asked, at, {"margin_logits": margin, "shift_logits": shift}))
-            return None
-        tokens = list(text.token_ids)
-        return Appeal(asked, tokens[:at], tokens[at], expected.token_ids[at], margin, shift)
+        tokens, onset = list(text.token_ids), _onset(text, expected, at, scale)
+        return Appeal(asked, tokens[:at], tokens[at], expected.token_ids[at], margin, shift, self.half, onset)
 
     def _hear(self, cases: list[Appeal]) -> None:
         """Decode copies of the cases beside each other, in random order, more of them until the token is reproduced."""
@@ -201,8 +201,22 @@ def _denied(case: Appeal) -> bool:
 
 
 def _fault(asked: Asked, at: int, known: dict[str, Any]) -> str:
-    told = {"temperature": asked.params.temperature, "repetition_penalty": asked.params.repetition_penalty, **known}
-    return f"{asked.name} differs from autoregressive decoding at token {at}: {told}"
+    return f"{asked.name} differs from autoregressive decoding at token {at}: {_asked(asked) | known}"
+
+
+def _asked(asked: Asked) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "repetition_penalty")
+    return {"prompt_tokens": len(asked.prompt), **{name: getattr(asked.params, name) for name in names}}
+
+
+def _onset(text: Text, expected: Text, at: int, scale: float) -> dict[str, Any]:
+    """What margins before the token ``at`` tell of a fault: how far they moved at most, and where that began."""
+    if text.margins is None or expected.margins is None or not at:
+        return {}
+    with np.errstate(invalid="ignore"):  # both infinite where filters left one token
+        moved = np.nan_to_num(np.abs(text.margins[:at] - expected.margins[:at]) * scale, posinf=np.inf)
+    far = np.flatnonzero(moved > max(10.0 * float(np.median(moved)), 1e-3))
+    return {"moved_before_logits": float(moved.max()), "moved_since_token": int(far[0]) if len(far) else None}
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | int]:
