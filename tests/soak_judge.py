@@ -3,11 +3,11 @@
 Scores are ``logits / T + noise`` and rounding acts on logits, so all margins here are in logits: times T where T > 0.
 Where two texts part, the gap between the two tokens has moved from one sign to the other. A move within ``tie_logits``
 is a tie. Everything else is an *appeal*: the token is decoded again from a cold start, many times, each time beside
-other requests, with prompts cut elsewhere, with another share of the output before it computed as prompt. No copy drafts
-or shares pages, so copies differ in rounding alone. If a copy picks the disputed token, the two are a tie. That happens
-in float32, too: the last token that top-p keeps (one of thousands, where a text has lost its thread) comes and goes with
-the last bits, whatever its score. In half precision they are a tie also where the gap's mean over the copies is within
-``SPREADS`` of its own standard deviations from 0. Else the speculating engine is at fault.
+other requests, with prompts cut elsewhere, with another share of the output before it computed as prompt. No copy
+drafts or shares pages, so copies differ in rounding alone. If a copy picks the disputed token, the two are a tie. That
+happens in float32, too: the last token that top-p keeps (one of thousands, where a text has lost its thread) comes and
+goes with the last bits, whatever its score. In half precision they are a tie also where the gap's mean over the copies
+is within ``SPREADS`` of its own standard deviations from 0. Else the speculating engine is at fault.
 """
 
 from __future__ import annotations

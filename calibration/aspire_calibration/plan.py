@@ -43,9 +43,9 @@ __all__ = [
     "verify",
 ]
 
-OFF_GRID_EVERY = 5  # after so many grid cells come OFF_GRID cells, the first of which is held out
+OFF_GRID_EVERY = 4  # after so many grid cells come OFF_GRID cells, the first of which is held out
 OFF_GRID = 3
-MAX_CELLS_PER_REGIME = 60  # coarse levels first, within a level at random (seeded)
+MAX_CELLS_PER_REGIME = 50  # coarse levels first, within a level at random (seeded)
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,10 @@ def _regimes(
 
 def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: bool) -> list[Cell]:
     """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts. Draft steps, which are
-    most of a run, have one table where the others have several, and get two turns."""
+    most of a run and have one table, and mixed steps, which have most axes, get two turns."""
     regimes = _regimes(limits, with_prefill)
     tables = [entry for name, entry in regimes.items() if name not in ("verify-plain", "sizes")]
-    tables.append(regimes["draft"])
+    tables += [regimes[name] for name in ("draft", "mixed", "mixed-uneven") if name in regimes]
     cells = []
     for index in range(60 * len(tables)):
         axes, build = tables[index % len(tables)]
