@@ -10,6 +10,7 @@ class RequestMetrics:
     """Times of a request in seconds on the engine's clock; None where not reached."""
 
     arrival_s: float
+    queued_s: float | None = None
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finish_s: float | None = None

@@ -134,12 +134,14 @@ def read_requests(path: str | Path) -> RequestTable:
         raise InputError(
             f"request table {source} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
-    if not lines or tuple(lines[0]) != REQUEST_COLUMNS:
+    older = tuple(name for name in REQUEST_COLUMNS if name != "queued_s")
+    if not lines or tuple(lines[0]) not in (REQUEST_COLUMNS, older):
         raise InputError(f"{source} line 1: expected the columns {','.join(REQUEST_COLUMNS)}")
+    names = tuple(lines[0])
     table = RequestTable.empty(len(lines) - 1)
     for index, line in enumerate(lines[1:]):
         try:
-            values = dict(zip(REQUEST_COLUMNS, line, strict=True))
+            values = dict(zip(names, line, strict=True))
             for name, text in values.items():
                 column = getattr(table, name)
                 if isinstance(column, list):
@@ -150,6 +152,8 @@ def read_requests(path: str | Path) -> RequestTable:
                     column[index] = int(text)
         except ValueError as error:
             raise InputError(f"{source} line {index + 2}: {error}") from error
+    if names == older:
+        table.queued_s[:] = table.arrival_s
     return table
 
 

@@ -167,6 +167,7 @@ class RequestTable:
 
     request_id: list[str]
     arrival_s: Floats
+    queued_s: Floats  # when the engine took it, between two steps: at or after its arrival
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]  # generated in this run
     max_tokens: NDArray[np.int64]  # asked for
@@ -187,6 +188,7 @@ class RequestTable:
         return cls(
             request_id=[str(index) for index in range(count)],
             arrival_s=np.zeros(count),
+            queued_s=np.zeros(count),
             prompt_tokens=zeros[0],
             output_tokens=zeros[1],
             max_tokens=zeros[3],

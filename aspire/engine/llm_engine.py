@@ -186,7 +186,8 @@ class LLMEngine:
         if any(not 0 <= token < vocab for token in ids):
             bad = next(token for token in ids if not 0 <= token < vocab)
             raise InputError(f"request '{request_id}' has token id {bad}; the model's vocabulary is 0..{vocab - 1}")
-        arrival = self.clock() if arrival_s is None else arrival_s
+        queued_s = self.clock()
+        arrival = queued_s if arrival_s is None else arrival_s
         names = page_hashes(ids) if self.config.enable_prefix_caching else ()
         request = Request(request_id, len(ids), params.max_tokens, arrival, priority, names)
         self.scheduler.add_request(request)
@@ -204,7 +205,7 @@ class LLMEngine:
             seed=seed_of(self.config.seed, request_id) if params.seed is None else params.seed,
             token_ids=ids,
             text=OutputText(self.tokenizer, params) if wants_text else None,
-            metrics=RequestMetrics(arrival_s=arrival),
+            metrics=RequestMetrics(arrival_s=arrival, queued_s=queued_s),
         )
         self._count += 1
         if self._recording:

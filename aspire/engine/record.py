@@ -18,6 +18,7 @@ def request_table(log: StepLog, submitted: Sequence[LiveRequest]) -> RequestTabl
     for row, live in enumerate(submitted):
         table.request_id[row] = live.request.request_id
         table.arrival_s[row] = live.metrics.arrival_s
+        table.queued_s[row] = live.metrics.queued_s
         table.prompt_tokens[row] = live.request.prompt_tokens
         table.max_tokens[row] = live.params.max_tokens
         table.priority[row] = live.request.priority

@@ -106,6 +106,7 @@ class Simulation:
         self._left = np.zeros(config.max_num_seqs, dtype=bool)  # slots that requests left in this step
         self._done = 0
         self._all_submitted = False
+        self._queued_s = workload.arrival_s.astype(np.float64)
         self._config: dict[str, Any] = {
             "source": "simulator",
             "scheduler": asdict(config),
@@ -139,6 +140,7 @@ class Simulation:
                 self._room = self._env.event()
                 yield self._room
             request.arrival_s = self._env.now if self._max_concurrency is not None else request.arrival_s
+            self._queued_s[int(request.request_id)] = self._env.now
             try:
                 self.scheduler.add_request(request)
             except (InputError, CapacityError):
@@ -222,6 +224,7 @@ class Simulation:
             getattr(table, name)[:] = [getattr(request, name) for request in self._requests]
         if self.workload.prefix_of is not None and self.workload.prefix_tokens is not None:
             table.prefix_of[:], table.prefix_tokens[:] = self.workload.prefix_of, self.workload.prefix_tokens
+        table.queued_s[:] = self._queued_s
         table.status = [status_of(request) for request in self._requests]
         return table
 

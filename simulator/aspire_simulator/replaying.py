@@ -79,8 +79,7 @@ def recorded_cost_model(run: Run) -> CostModel | None:
 def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
     """Replay ``run`` (from `read_run`, with rows). ``cost_model`` defaults to the one recorded in config.json.
 
-    Requests are queued in the order of the request table; one is in the queue of every step that is planned at or after
-    its arrival. Aborts take effect before the first step that is planned at or after their finish time.
+    One is in the queue of every step that is planned at or after the time at which it was queued. Aborts take effect before the first step that is planned at or after their finish time.
     """
     config, policy = config_of(run)
     log, table = run.steps, run.requests
@@ -88,7 +87,7 @@ def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
         raise InputError("the run was recorded without rows and cannot be replayed; record it with rows")
     scheduler = Scheduler(config, policy, cost_model if cost_model is not None else recorded_cost_model(run))
     number = {name: index for index, name in enumerate(table.request_id)}
-    order = np.argsort(table.arrival_s, kind="stable").tolist()
+    order = np.argsort(table.queued_s, kind="stable").tolist()
     aborts = [i for i in np.argsort(table.finish_s, kind="stable").tolist() if table.status[i] == "abort"]
     names = names_from_links(table.prefix_of, table.prefix_tokens, table.prompt_tokens + table.output_tokens)
     plans: list[StepPlan] = []  # in flight
@@ -110,7 +109,7 @@ def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
         if not ahead[step] and plans and (difference := finish_step()):
             return ReplayReport(len(log), compared, difference)
         planned_s = float(log.planned_s[step])
-        while order and table.arrival_s[order[0]] <= planned_s:
+        while order and table.queued_s[order[0]] <= planned_s:
             index = order.pop(0)
             _submit(scheduler, run, index, names[index])
         while aborts and table.finish_s[aborts[0]] <= planned_s:

@@ -10,6 +10,8 @@ pytest.importorskip("torch")
 from aspire import SamplingParams  # noqa: E402
 from aspire.engine.graphs import _Captured  # noqa: E402
 from aspire.engine.llm_engine import LLMEngine  # noqa: E402
+from aspire.measure import run_requests  # noqa: E402
+from aspire.prompts import Prompt  # noqa: E402
 from aspire.rundir import Run, read_run, write_run  # noqa: E402
 from aspire.scheduler import PolicySpec  # noqa: E402
 from aspire_kernels import counters  # noqa: E402
@@ -86,6 +88,22 @@ def test_a_failing_step_gives_its_requests_back(monkeypatch: pytest.MonkeyPatch)
     outputs.update(drive(engine).outputs)
     wanted = {name: output.outputs[0].token_ids for name, output in drive(expected).outputs.items()}
     assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == wanted
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("policy", ["autoregressive", "fixed", "goodput"])
+def test_requests_that_arrive_between_steps_replay(policy: str, ahead: bool, tmp_path) -> None:  # noqa: ANN001
+    engine = _engine(policy, ahead=ahead)
+    count = 24
+    prompts = [Prompt(str(index), token_ids=tuple(prompt_of(5 + 3 * index % 60))) for index in range(count)]
+    params = [SamplingParams(temperature=0.8, max_tokens=20)] * count
+    arrival_s = np.cumsum(np.random.default_rng(3).exponential(0.004, count)).tolist()
+    run = run_requests(engine, prompts, params, arrival_s=arrival_s).run
+    table = run.requests
+    assert (table.queued_s > table.arrival_s).any() and (table.queued_s >= table.arrival_s).all()
+    run = read_run(write_run(tmp_path / "run", run))
+    report = replay(run, LinearCost())
+    assert report.equal_share == 1.0, report.difference
 
 
 def test_a_policy_is_switched_and_requests_aborted_with_a_step_in_flight() -> None:
