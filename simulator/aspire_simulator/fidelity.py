@@ -56,8 +56,8 @@ def measured_meta(runs: Sequence[Path], command: str) -> dict[str, Any]:
     }
 
 
-def results_of(checks: dict[str, RunCheck]) -> list[dict[str, Any]]:
-    """Evidence entries from the checks of runs by name."""
+def results_of(checks: dict[str, RunCheck], group: str = "sim") -> list[dict[str, Any]]:
+    """Evidence entries ``group.*`` from the checks of runs by name."""
     if not checks:
         raise InputError("no runs given; record some with: aspire bench --cost-model cost_model.json")
     errors = {name: _errors(check) for name, check in checks.items()}
@@ -71,16 +71,16 @@ def results_of(checks: dict[str, RunCheck]) -> list[dict[str, Any]]:
         raise InputError("the runs hold no decode-only step or no latency to compare; record longer outputs")
     return [
         {
-            "id": "sim.composition_equal",
+            "id": f"{group}.composition_equal",
             "value": equal / steps,
             "unit": "of steps",
             "n": steps,
             "spread": None,
             "detail": {"runs": {name: check.to_dict() for name, check in checks.items()}},
         },
-        _entry("sim.throughput_error_mean", float(sizes.mean()), sizes, {"signed": throughput}),
-        _entry("sim.throughput_error_max", float(sizes.max()), sizes, {"signed": throughput}),
-        _entry("sim.latency_percentile_error_max", max(worst.values()), np.array(list(worst.values())), latency),
+        _entry(f"{group}.throughput_error_mean", float(sizes.mean()), sizes, {"signed": throughput}),
+        _entry(f"{group}.throughput_error_max", float(sizes.max()), sizes, {"signed": throughput}),
+        _entry(f"{group}.latency_percentile_error_max", max(worst.values()), np.array(list(worst.values())), latency),
     ]
 
 
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m aspire_simulator.fidelity", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="run directories, or folders of them as aspire bench writes")
     parser.add_argument("--cost-model", help="predict with this model instead of the one in each run")
+    parser.add_argument("--group", default="sim", help="what the entries' names begin with, e.g. arrivals")
     parser.add_argument("--out", help="evidence file to write, e.g. reports/h200/simulation.json")
     given = parser.parse_args(arguments)
     from aspire_calibration import load_cost_model
@@ -126,12 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = f"{run.parent.name}/{run.name}"
         checks[name] = validate_run(run, prices)
         print(line_of(name, checks[name]))
-    results = results_of(checks)
+    results = results_of(checks, given.group)
     for result in results:
         print(f"{result['id']} {result['value']:.4f}")
     if given.out:
         names = " ".join(checks)
-        command = f"python -m aspire_simulator.fidelity {names} --out {given.out}"
+        group = f" --group {given.group}" if given.group != "sim" else ""
+        command = f"python -m aspire_simulator.fidelity {names}{group} --out {given.out}"
         meta = measured_meta(runs, command)
         print(f"wrote {write_json_atomic(given.out, {'meta': meta, 'results': results})}", file=sys.stderr)
 
