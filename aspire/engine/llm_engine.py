@@ -183,7 +183,7 @@ class LLMEngine:
         params = params or SamplingParams()
         text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
         vocab = self.loaded.config.vocab_size
-        if any(not 0 <= token < vocab for token in ids):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
             bad = next(token for token in ids if not 0 <= token < vocab)
             raise InputError(f"request '{request_id}' has token id {bad}; the model's vocabulary is 0..{vocab - 1}")
         queued_s = self.clock()

@@ -15,7 +15,7 @@ from aspire.engine.kv_pool import KVPool
 from aspire.engine.logit_edits import LogitEdits
 from aspire.engine.selectors import SELECTORS_KEPT, PageLists
 from aspire.engine.sequences import SAMPLING_COLUMNS, Sequences
-from aspire.engine.step_input import Shape, StepInput, host_buffer
+from aspire.engine.step_input import Shape, StepInput, host_buffer, to_device
 from aspire.errors import EngineError
 from aspire.models import Decoder, rope_tables
 from aspire.scheduler import PAGE_TOKENS, SchedulerConfig, SelectorSpec, StepPlan
@@ -226,7 +226,7 @@ class ModelRunner:
 
     def write_pages(self, entries: NDArray[np.int64]) -> None:
         """Enter new block-table entries [n, 3] ahead of a step that has no room for them in its input."""
-        slot, logical, physical = torch.from_numpy(np.ascontiguousarray(entries.T)).to(self.device)
+        slot, logical, physical = to_device(entries.T, self.device)
         self._table[slot, logical] = physical.int()
 
     def fill(self, inp: StepInput, plan: StepPlan, forced: NDArray[np.int64] | None) -> None:
@@ -314,9 +314,9 @@ class ModelRunner:
         changed = self._sequences.changed
         if changed:
             slots = np.unique(np.array(changed, dtype=np.int64))
-            where = torch.from_numpy(slots).to(self.device)
+            where = to_device(slots, self.device)
             for name, column in self._sequences.sampling.items():
-                self._sampling[name][where] = torch.from_numpy(column[slots]).to(self.device)
+                self._sampling[name][where] = to_device(column[slots], self.device)
             changed.clear()
 
 

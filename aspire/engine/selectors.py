@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aspire.engine.step_input import StepInput
+from aspire.engine.step_input import StepInput, to_device
 from aspire.scheduler import PAGE_TOKENS, SelectorSpec
 from aspire_kernels import AttentionBatch, Backend, PageBudget, Resolved, SlotState
 
@@ -106,7 +106,7 @@ class PageLists:
             return
         first = entries[entries[:, 1] < min(self.spec.sinks, self.lists.shape[2])]
         if len(first):
-            slots, logical, physical = torch.from_numpy(np.ascontiguousarray(first.T)).to(self._device)
+            slots, logical, physical = to_device(first.T, self._device)
             self.lists[0, slots, logical] = physical.int()
 
     def begin(self, inp: StepInput, at: Resolved, block_table: Tensor, bounds: StepBounds) -> _Forward:

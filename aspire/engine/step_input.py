@@ -186,6 +186,12 @@ class StepInput:
         self._filled = (tokens, rows, samples, pages)
 
 
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of ``values`` on ``device``. From page-locked memory: any other would wait for all that runs there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def host_buffer(size: int, pinned: bool) -> tuple[Tensor, np.ndarray]:
     """A host tensor (page-locked where a GPU reads it) and the numpy view of its memory."""
     tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
