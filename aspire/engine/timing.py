@@ -17,7 +17,7 @@ from aspire.engine.llm_engine import LLMEngine
 from aspire.errors import CapacityError, EngineError, UsageError
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import PAGE_TOKENS, Action, Policy, PolicyView
-from aspire_calibration import Cell, PlanLimits, SamplesHeader
+from aspire_calibration import Cell, PlanLimits, RowGroup, SamplesHeader
 
 _FOREVER = 1 << 30
 _WARM_STEPS = 3
@@ -35,6 +35,15 @@ class _Scripted(Policy):
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         return self.actions[view.slots]
+
+
+def _context_of(row: int, group: RowGroup, longest: int) -> int:
+    """Context of one row of ``group``: rows of real steps end at different places in their last pages, which takes the
+    attention kernel longer than rows that are all alike. The mean is the group's, but for contexts near ``longest``."""
+    if group.count == 1 or group.kind == "prefill":
+        return group.context_tokens
+    top = min(group.context_tokens + PAGE_TOKENS // 2 - 1, longest)
+    return max(top - 5 * row % PAGE_TOKENS, group.query_tokens)
 
 
 class StepTimer:
@@ -116,8 +125,11 @@ class StepTimer:
     def _place(self, cell: Cell) -> dict[str, NDArray[np.int64]]:
         """Requests in the state that the cell describes; returns that state by name, and their ``slot``."""
         engine, scheduler = self._engine, self._engine.scheduler
-        if cell.pages(PAGE_TOKENS) > scheduler.pages.num_usable:
-            raise CapacityError(f"{cell.pages(PAGE_TOKENS)} KV pages do not fit in {scheduler.pages.num_usable}")
+        usable, longest = scheduler.pages.num_usable, engine.scheduler_config.max_model_len
+        if cell.pages(PAGE_TOKENS) > usable:
+            raise CapacityError(f"{cell.pages(PAGE_TOKENS)} KV pages do not fit in {usable}")
+        if cell.pages(PAGE_TOKENS) + cell.rows > usable:  # no room to spread the rows' ends upwards
+            longest = max(group.context_tokens for group in cell.groups)
         policy = _Scripted(engine.scheduler_config.max_num_seqs, scheduler.policy_spec.num_speculative_tokens)
         policy.resting = not any(group.select for group in cell.groups)
         scheduler.policy = policy
@@ -133,7 +145,8 @@ class StepTimer:
             if slot is None:
                 raise CapacityError(f"the step {cell.key} does not fit in the KV pool")
             engine.sequences.occupy(slot, [0], 1, _SAMPLING, slot, (), row)
-            context, query = group.context_tokens, group.query_tokens
+            query = group.query_tokens
+            context = _context_of(row, group, longest)
             drafted = 0 if group.kind == "prefill" else query - 1
             if group.kind == "draft":
                 policy.actions[slot] = Action.DRAFT
