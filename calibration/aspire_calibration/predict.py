@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -64,24 +65,21 @@ class LoadedCostModel:
         that climbs it; those given are ignored. Without buckets (eager) they equal the query tokens.
         """
         before, work = base.columns(), added.columns()  # [features, *shape]
-        shape = before.shape[1:]
-        if before.shape != work.shape:
-            shape = np.broadcast_shapes(shape, work.shape[1:])
-            before, work = _padded_to(before, len(shape)), _padded_to(work, len(shape))
-        pair = np.empty((len(FEATURES), 2, *shape))
-        pair[:, 0] = before
-        np.add(before, work, out=pair[:, 1])
-        pair[MAXIMA, 1] = np.maximum(before[MAXIMA], work[MAXIMA])
-        flat = pair.reshape(len(FEATURES), -1)
-        size = flat.shape[1] // 2
+        dimensions = max(before.ndim, work.ndim) - 1
+        before, work = _padded_to(before, dimensions), _padded_to(work, dimensions)
+        joined = before + work
+        joined[MAXIMA] = np.maximum(before[MAXIMA], work[MAXIMA])
+        # a base that many share is priced once
+        flat = np.concatenate([joined.reshape(len(FEATURES), -1), before.reshape(len(FEATURES), -1)], axis=1)
         tokens = flat[QUERY_TOKENS]
         if self._eager:
             flat[PADDED_TOKENS] = tokens
         else:
             padded = self._buckets[self._buckets.searchsorted(tokens)]
             flat[PADDED_TOKENS] = np.where(padded == np.inf, tokens, padded)
-        seconds = self._seconds(flat)
-        return (seconds[size:] - seconds[:size]).reshape(shape)
+        seconds, shape = self._seconds(flat), joined.shape[1:]
+        size = math.prod(shape)
+        return np.asarray(seconds[:size].reshape(shape) - seconds[size:].reshape(before.shape[1:]))
 
     def _report(self, matrix: Floats, beyond: Any) -> None:
         for index in np.flatnonzero(beyond.any(axis=1)):

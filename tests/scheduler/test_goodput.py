@@ -103,7 +103,7 @@ def test_prices_of_a_linear_model_are_exact(
     assert prices.speedup >= 1.0
 
 
-def test_a_batch_is_priced_in_one_call_with_the_numbers_of_many() -> None:
+def test_a_batch_is_priced_in_two_calls_with_the_numbers_of_many() -> None:
     """The curve over draft lengths and the chords around its best, asked for one by one."""
     model = LoadedCostModel(analytic_model("h200", "smollm2-135m", graph_buckets=(64, 128, 192, 256)), warn=print)
     chunk = StepFeatures.of(rows=1.0, query_tokens=300.0, prefill_tokens=300.0, prefill_qkv=3e5)
@@ -120,7 +120,7 @@ def test_a_batch_is_priced_in_one_call_with_the_numbers_of_many() -> None:
 
     acceptance, empty_s = np.full((48, 16), 0.8), float(model.predict(StepFeatures.zeros()))
     prices = price_batch(view, Counted(), acceptance, empty_s)
-    assert len(asked) == 1
+    assert len(asked) == 2
     draft = StepFeatures.of(rows=1.0, query_tokens=1.0, draft_rows=1.0, sparse_kv_tokens=512.0).matrix()
     kv = {"full_kv_tokens": 4000.0, "select_kv_tokens": 4000.0, "select_rows": 1.0}
     verify = StepFeatures.of(rows=1.0, query_tokens=1.0, verify_rows=1.0, **kv).matrix()
@@ -398,18 +398,48 @@ def test_where_not_even_a_sure_draft_pays_a_batch_is_asked_ever_less_often() -> 
             assert (policy.plan(view) != DRAFT).all() and policy.resting
         policy.observe(outcome(view, verify, 0))
     assert np.diff(asked).tolist() == [8, 16, 32, 64, 64, 64]
+    while policy.rests(4):
+        pass
+    policy.plan(view)
     policy.reset(np.array([3]))  # another request moved in
-    assert not policy.rests(4)
-    policy.plan(view)
-    assert all(policy.rests(4) for _ in range(7)) and not policy.rests(4)
+    assert all(policy.rests(4) for _ in range(8)) and not policy.rests(4)
 
 
-def test_a_batch_rests_without_being_asked_only_while_it_is_what_it_was() -> None:
-    policy, view = built(4), view_of([2000] * 4, [2000] * 4, LinearCost(base=1e-4, token=1e-6, kv=1e-7))
-    policy.plan(view)
+def test_a_batch_rests_through_small_changes_without_being_asked() -> None:
+    model = LinearCost(base=1e-4, token=1e-6, kv=1e-7)
+    few, policy = view_of([2000] * 4, [2000] * 4, model), built(32)
+    prompt = StepFeatures.of(rows=1.0, query_tokens=64.0, prefill_tokens=64.0)
+    policy.plan(few)
     assert policy.rests(4) and not policy.rests(3) and not policy.rests(5)
-    policy.plan(replace(view, other=StepFeatures.of(rows=1.0, query_tokens=64.0, prefill_tokens=64.0)))
+    policy.plan(view_of([2000] * 16, [2000] * 16, model))
+    assert policy.rests(16) and policy.rests(18) and policy.rests(14) and not policy.rests(19)
+    assert (policy.plan(replace(few, other=prompt)) != DRAFT).all() and policy.resting
     assert not policy.rests(4)  # it was asked last beside a prompt, whose step is another one
+
+
+def test_a_batch_that_changes_all_the_time_is_priced_now_and_then() -> None:
+    """Requests come and go, and prompts with them: prices hold for batches alike, and steps with prompts have their
+    own."""
+    priced: list[bool] = []
+
+    class Counted(LinearCost):
+        def marginal(self, base: StepFeatures, added: StepFeatures) -> np.ndarray:
+            if added.rows.ndim and added.rows.size > 5:  # the whole curve
+                priced.append(bool(base.prefill_tokens.any()))
+            return super().marginal(base, added)
+
+    policy, model = built(64), Counted(base=1e-4, token=1e-6, kv=1e-7)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=900.0, prefill_tokens=900.0, prefill_qkv=4e5)
+    for step in range(320):
+        count = 40 + step % 5
+        other = chunk if step % 4 == 0 else StepFeatures.zeros()
+        view = view_of([8000] * count, [512] * count, model, other=other)
+        policy.observe(outcome(view, policy.plan(view), 0))
+    assert 1 <= priced.count(True) <= 80 // REPRICE_STEPS + 1
+    assert 1 <= priced.count(False) <= 240 // REPRICE_STEPS + 1
+    before = len(priced)
+    policy.plan(view_of([8000] * 20, [512] * 20, model))  # half the batch left
+    assert len(priced) == before + 1
 
 
 def test_a_batch_at_rest_is_asked_again_soon_and_learns_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

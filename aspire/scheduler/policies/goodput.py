@@ -25,7 +25,8 @@ _BLOCK_ROUNDS = 64  # of the thousands that the population remembers
 REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
 _REPRICE_GROWTH = 1.05  # where not even a sure draft pays: as long as contexts are no longer than so many times
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
-# a batch in which nobody drafts is asked again after so many steps, less where it explores often
+# a batch in which nobody drafts is asked again after so many steps, less where it explores often, and no later than
+# that after another request moved in
 _REST_STEPS = 8
 _LONG_REST_STEPS = 64  # twice as many each time where not even a sure draft pays, up to this
 _REST_GROWTH = 1 / 16  # a rest ends when contexts are longer by this share
@@ -62,6 +63,21 @@ class GoodputParams:
             raise UsageError(f"policy parameter cost_ratio={self.cost_ratio} is not positive; give T_draft / T_verify")
 
 
+def _alike(requests: int, others: int) -> bool:
+    """Whether batches of so many requests are priced alike: they differ by an eighth at most."""
+    return 8 * abs(requests - others) <= others
+
+
+@dataclass
+class _Standing:
+    """Prices that stand until they are old or the batch is another one. ``age``: steps in which they stood; ``common``:
+    by them the batch goes in common rounds."""
+
+    prices: Prices | None = None
+    age: int = 0
+    common: bool = False
+
+
 class Goodput(Policy):
     """Draft again iff survival x next acceptance > rate x price; a first draft that does not pay is not made."""
 
@@ -77,15 +93,13 @@ class Goodput(Policy):
         spread = np.asarray(np.arange(max_slots) * 0.6180339887 % 1.0, dtype=np.float64)
         self._patience: Floats = params.explore_rounds * (0.75 + 0.5 * spread)
         self._pace = Pace(params.window_tokens)
-        self._prices: Prices | None = None
-        self._priced_for: tuple[int, float] = (0, 0.0)
-        self._age = 0
-        self._common = False  # whether the batch goes in common rounds
+        self._alone, self._beside = _Standing(), _Standing()  # of steps without and with prompts
+        self._standing = self._alone
         self._model: CostModel | None = None
         self._empty_s = 0.0  # an empty step of the model
         self._plain: list[Ints] = []  # slots of steps without drafts, not learned from yet
         self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
-        self._rests_for: tuple[int, float] = (0, 0.0)
+        self._rests_for = 0  # requests
         self._long_rest = 0  # steps of the last rest, where not even a sure draft paid
 
     @property
@@ -99,40 +113,37 @@ class Goodput(Policy):
 
     def reset(self, slots: Ints) -> None:
         self._catch_up()
-        self._rest = self._long_rest = 0
+        self._rest = min(self._rest, _REST_STEPS)
         self.survival.reset(slots)
         self._idle[slots] = 0
 
     def rests(self, requests: int) -> bool:
-        if not self._rest or self._rests_for != (requests, 0.0):
+        if not self._rest or not _alike(requests, self._rests_for):
             return False
         self._rest -= 1
-        self._age += 1
+        self._standing.age += 1
         return True
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         count, held = len(view.slots), np.count_nonzero(view.drafted)
         if not count or not self.d_max:
             return np.full(count, _VERIFY)
-        batch = (count, float(view.other.query_tokens))
-        if self._rest and batch == self._rests_for and not held:
-            self._rest -= 1
-            self._age += 1
+        if not held and self.rests(count):
             return np.full(count, _VERIFY)
         self._catch_up()
-        ar_rate = self._price(view, batch)
-        rate = ar_rate * self._pace.now()
+        rate = self._rate(view)
         at = index_of(view.slots)
         survival = self.survival.survival(at, view.drafted)
         upcoming = self.survival.next_acceptance(at, view.drafted)
         wanted = self._wanted(view, rate)
-        if self._common and self._prices is not None and (held or self._promising(self._prices)):
-            actions = plan_round(self._prices.rounds, view, survival * upcoming[:, 0], rate, self.params.hysteresis)
+        common, prices = self._standing.common, self._standing.prices
+        if common and prices is not None and (held or self._promising(prices)):
+            actions = plan_round(prices.rounds, view, survival * upcoming[:, 0], rate, self.params.hysteresis)
             if held or np.count_nonzero(actions == _DRAFT):
                 self.resting, self._rest, self._long_rest = False, 0, 0
                 self._idle[at] = 0
                 return actions
-        draft = np.zeros(count, dtype=bool) if self._common else worth_drafting(survival, upcoming, wanted, 1.0)
+        draft = np.zeros(count, dtype=bool) if common else worth_drafting(survival, upcoming, wanted, 1.0)
         if held < count:
             idle, fresh = self._idle[at], view.drafted == 0
             turn = fresh & (idle >= self._patience[at])
@@ -143,7 +154,9 @@ class Goodput(Policy):
                 self._idle[view.slots[draft & fresh & view.can_draft]] = 0
         # autoregressive for now: no page mass is paid for; who holds drafts will want a list for the next ones
         self.resting = not held and not np.count_nonzero(draft)
-        self._rests_for, self._rest = batch, self._rest_steps(view, wanted, batch) if self.resting else 0
+        # prices beside prompts say little of the steps without that follow
+        self._rest = self._rest_steps(view, wanted) if self.resting and self._standing is self._alone else 0
+        self._rests_for = count
         return np.where(draft & (view.drafted < self.d_max), _DRAFT, _VERIFY)
 
     def observe(self, feedback: Feedback) -> None:
@@ -184,7 +197,7 @@ class Goodput(Policy):
         self.survival.pass_rounds(slots, rounds_of[slots])
         self._idle[slots] += rounds_of[slots]
 
-    def _rest_steps(self, view: PolicyView, wanted: Floats, batch: tuple[int, float]) -> int:
+    def _rest_steps(self, view: PolicyView, wanted: Floats) -> int:
         """Steps after this one that nobody need be asked in.
 
         Where not even a sure draft pays, only other prices can change that, and those follow the contexts: each rest is
@@ -197,39 +210,40 @@ class Goodput(Policy):
             return max(shortest - 1, 0)
         grown = int(_REST_GROWTH * float(np.add.reduce(view.context_tokens)) / count)
         longest = max(min(_LONG_REST_STEPS, p.explore_rounds // 2, grown), shortest)
-        self._long_rest = min(max(2 * self._long_rest, shortest), longest) if batch == self._rests_for else shortest
+        twice = 2 * self._long_rest if _alike(count, self._rests_for) else 0
+        self._long_rest = min(max(twice, shortest), longest)
         return max(self._long_rest - 1, 0)
 
-    def _price(self, view: PolicyView, batch: tuple[int, float]) -> float:
-        """See to the prices of this batch; returns its autoregressive rate, in their unit of time."""
+    def _rate(self, view: PolicyView) -> float:
+        """Tokens per second of this batch lately, in the unit of its prices, which are seen to."""
         p = self.params
         if p.cost_ratio is not None:
             if not self._pace.started:
                 acceptance = self.survival.params.prior_acceptance
                 self._pace.start(best_rate(acceptance, p.cost_ratio + p.verify_ratio, self.d_max), len(view.slots))
-            return 1.0
+            return self._pace.now()
         if view.cost_model is None:
             raise UsageError(
                 "policy 'goodput' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        self._age += 1
-        prices, model = self._prices, view.cost_model
-        changed = model is not self._model
-        if prices is None or changed or batch != self._priced_for or self._outdated(prices, view):
-            if changed:
-                self._model, self._empty_s = model, float(model.predict(EMPTY))
-            assumed = self.survival.unseen_acceptance(view.slots)
-            prices = self._prices = price_batch(view, model, assumed, self._empty_s)
-            self._priced_for, self._age = batch, 0
-            common = prices.rounds.rate / prices.ar_rate
-            # one step in which all verify beats some verifying in every step, or the other way round
-            self._common = common > prices.speedup * (
-                1.0 - _MODE_HYSTERESIS if self._common else 1.0 + _MODE_HYSTERESIS
-            )
-            self._pace.reprice(model, prices.ar_rate, common, together=self._common)
-            if not self._pace.started:
-                self._pace.start(max(common, prices.speedup), len(view.slots))
-        return prices.ar_rate
+        prompt_tokens, model = float(view.other.query_tokens), view.cost_model
+        if model is not self._model:
+            self._model, self._empty_s = model, float(model.predict(EMPTY))
+            self._alone, self._beside = _Standing(), _Standing()
+        now = self._standing = self._beside if prompt_tokens else self._alone
+        now.age += 1
+        if now.prices is not None and not self._outdated(now.prices, view):
+            return now.prices.ar_rate * self._pace.now(REPRICE_STEPS)  # a mean over many more
+        assumed = self.survival.unseen_acceptance(view.slots)
+        prices = now.prices = price_batch(view, model, assumed, self._empty_s)
+        now.age = 0
+        common = prices.rounds.rate / prices.ar_rate
+        # one step in which all verify beats some verifying in every step, or the other way round
+        now.common = common > prices.speedup * (1.0 - _MODE_HYSTERESIS if now.common else 1.0 + _MODE_HYSTERESIS)
+        self._pace.reprice(model, prices.ar_rate, common, together=now.common, beside=prompt_tokens > 0)
+        if not self._pace.started:
+            self._pace.start(max(common, prices.speedup), len(view.slots))
+        return prices.ar_rate * self._pace.now(2 * REPRICE_STEPS)  # one call of the cost model a step is enough
 
     def _promising(self, prices: Prices) -> bool:
         """Whether common rounds are faster than plain decoding, by their prices and by what came of such promises.
@@ -241,18 +255,21 @@ class Goodput(Policy):
         return promise > (1.0 + self.params.hysteresis if self.resting else 1.0)
 
     def _outdated(self, prices: Prices, view: PolicyView) -> bool:
+        if not _alike(len(view.slots), prices.requests):
+            return True
         if self._long_rest:
             context = float(np.add.reduce(view.context_tokens)) / len(view.slots)
             return context > _REPRICE_GROWTH * prices.mean_context
-        return self._age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
+        return self._standing.age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
 
     def _wanted(self, view: PolicyView, rate: float) -> Floats:
         """[n] tokens that one more draft of each request must earn at ``rate``."""
         p = self.params
         rate *= 1.0 + p.hysteresis
-        if p.cost_ratio is not None or self._prices is None:
+        prices = self._standing.prices
+        if p.cost_ratio is not None or prices is None:
             return np.full(len(view.slots), rate * ((p.cost_ratio or 0.0) + p.verify_ratio))
-        return self._prices.of_drafts(view, rate)
+        return prices.of_drafts(view, rate)
 
     def _count_rate(self, feedback: Feedback, tokens: float, drafted: float) -> None:
         """``tokens`` were committed in a step that verified ``drafted`` drafts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,27 +13,39 @@ from aspire.scheduler.policies.prices import EMPTY
 from aspire.scheduler.survival import RateTracker
 
 _PRIOR_TOKENS = 16.0  # of each request, that what is assumed at the start counts for
+_STRETCH_GAIN = 0.02
+_CLOCKED = 8  # of so many plain steps one is held against the clock
+_MOST_PENDING = 32  # steps to price
 _KEPT_WINDOWS = 10.0  # promises are judged over so many windows: a batch at rest is not to forget soon why
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What a step is held against, see `Pace.reprice`."""
+
+    ar_rate: float = 0.0
+    promise: float = 1.0
+    together: bool = False
 
 
 class Pace:
     """The batch's speed over its own autoregressive speed, from its steps; it survives batches that grow and shrink.
 
     Steps are kept until somebody asks for the pace, then priced in one call of the cost model (at once where it learns
-    from them).
+    from them). A step of plain decoding has the pace 1 and needs no price.
     """
 
     def __init__(self, window_tokens: float) -> None:
         self._window = window_tokens
         self._tracker: RateTracker | None = None
         self._kept: RateTracker | None = None  # tokens of common rounds per token that prices promised
-        self._promise = 1.0
         self._model: CostModel | None = None
-        self._ar_rate = 0.0
-        self._together = False
+        self._terms = [_Terms(), _Terms()]  # of steps without and with prompts
         self._stretch = 1.0  # measured over predicted seconds, fading
+        self._plain = 0  # plain steps since one was held against the clock
+        self._empty_s = 0.0  # an empty step of the model
         self._unpaid = 0.0  # time of the drafts of a common round, in tokens of plain decoding
-        self._steps: list[tuple[Feedback, float]] = []  # with tokens committed; not priced yet
+        self._steps: list[tuple[Feedback, float, _Terms | None]] = []  # with tokens committed; None: plain
         self._committed = False  # whether any of them committed tokens
 
     @property
@@ -46,11 +58,16 @@ class Pace:
         self._tracker = RateTracker(pace, self._window, prior_tokens=_PRIOR_TOKENS * requests)
         self._kept = RateTracker(1.0, _KEPT_WINDOWS * self._window, prior_tokens=_PRIOR_TOKENS * requests)
 
-    def reprice(self, model: CostModel, ar_rate: float, promise: float, *, together: bool) -> None:
-        """From now on plain decoding makes ``ar_rate`` tokens per second of ``model``. ``together``: the batch goes in
-        common rounds, whose drafts are paid for by their verification; they ``promise`` that pace."""
-        self._settle()
-        self._model, self._ar_rate, self._promise, self._together = model, ar_rate, promise, together
+    def reprice(
+        self, model: CostModel, ar_rate: float, promise: float, *, together: bool, beside: bool = False
+    ) -> None:
+        """From now on plain decoding makes ``ar_rate`` tokens per second of ``model``, in steps ``beside`` prompts or
+        in those without. ``together``: the batch goes in common rounds, whose drafts are paid for by their
+        verification; they ``promise`` that pace."""
+        if model is not self._model:
+            self._settle()
+            self._empty_s = float(model.predict(EMPTY))
+        self._model, self._terms[beside] = model, _Terms(ar_rate, promise, together)
 
     @property
     def kept(self) -> float:
@@ -61,9 +78,16 @@ class Pace:
         """A step committed ``tokens``."""
         if self._model is None:
             return
-        self._steps.append((feedback, tokens))
+        terms, learns = self._terms[bool(feedback.features.prefill_tokens > 0)], hasattr(self._model, "observe")
+        if not learns and _is_plain(feedback):
+            self._count(tokens, tokens, terms)
+            self._plain = (self._plain + 1) % _CLOCKED
+            if not self._plain:
+                self._steps.append((feedback, tokens, None))
+            return
+        self._steps.append((feedback, tokens, terms))
         self._committed |= tokens > 0
-        if hasattr(self._model, "observe"):  # what it learns from a step counts for the next one
+        if learns:  # what it learns from a step counts for the next one
             self._settle()
 
     def observe_time(self, tokens: float, time: float) -> None:
@@ -71,9 +95,10 @@ class Pace:
         if self._tracker is not None:
             self._tracker.observe(tokens, time)
 
-    def now(self) -> float:
-        """Tokens lately over those of plain decoding in the same time; never below 1."""
-        if self._committed or not self._together:
+    def now(self, pending: int = 0) -> float:
+        """Tokens lately over those of plain decoding in the same time; never below 1. Up to ``pending`` steps may be
+        left out, not priced yet."""
+        if len(self._steps) > pending and (self._committed or len(self._steps) >= _MOST_PENDING):
             self._settle()
         return 1.0 if self._tracker is None else max(1.0, self._tracker.rate)
 
@@ -81,40 +106,54 @@ class Pace:
         if not self._steps or self._model is None:
             return
         steps, self._steps, self._committed = self._steps, [], False
-        seconds = self._decode_seconds(self._model, [feedback for feedback, _ in steps])
-        for (feedback, tokens), spent_s in zip(steps, seconds, strict=True):
-            self._unpaid += self._ar_rate * spent_s
-            if tokens or not self._together:
-                self.observe_time(tokens, self._unpaid)
-                if self._together and self._kept is not None:
-                    drafted = np.count_nonzero(feedback.drafted) > 0
-                    self._kept.observe(tokens, self._unpaid * (self._promise if drafted else 1.0))
+        for (feedback, tokens, terms), spent_s in zip(steps, self._decode_seconds(self._model, steps), strict=True):
+            if terms is None:
+                continue
+            self._unpaid += terms.ar_rate * spent_s
+            if tokens or not terms.together:
+                drafted = np.count_nonzero(feedback.drafted) > 0
+                self._count(tokens, self._unpaid, terms, terms.promise if drafted else 1.0)
                 self._unpaid = 0.0
 
-    def _decode_seconds(self, model: CostModel, steps: list[Feedback]) -> list[float]:
+    def _count(self, tokens: float, time: float, terms: _Terms, promise: float = 1.0) -> None:
+        self.observe_time(tokens, time)
+        if terms.together and self._kept is not None:
+            self._kept.observe(tokens, time * promise)
+
+    def _decode_seconds(self, model: CostModel, steps: list[tuple[Feedback, float, _Terms | None]]) -> list[float]:
         """Seconds of each step less those of its prefill chunks, in the cost model's own scale.
 
         A machine that is slower than its cost model makes every price dearer alike, and so changes no decision.
         """
-        whole = steps[0].features.columns()[:, None]
-        if len(steps) > 1:
-            whole = np.stack([feedback.features.columns() for feedback in steps], axis=1)
+        whole = np.stack([feedback.features.columns() for feedback, _, _ in steps], axis=1)
         features = StepFeatures.from_columns(whole)
         predicted = decode = model.predict(features)
-        if np.count_nonzero(features.prefill_tokens):
-            alone = model.predict(EMPTY) + model.marginal(EMPTY, _without_prefill(features))
-            decode = np.where(features.prefill_tokens > 0, alone, predicted)
+        prompts = features.prefill_tokens > 0
+        if np.count_nonzero(prompts):
+            some = StepFeatures.from_columns(whole[:, prompts])
+            decode = predicted.copy()
+            decode[prompts] = self._empty_s + model.marginal(EMPTY, _without_prefill(some))
         out, learn = [], getattr(model, "observe", None)
-        for feedback, predicted_s, decode_s in zip(steps, predicted.tolist(), decode.tolist(), strict=True):
+        for (feedback, _, terms), predicted_s, decode_s in zip(steps, predicted.tolist(), decode.tolist(), strict=True):
             if math.isfinite(feedback.seconds) and feedback.seconds > 0 and predicted_s > 0:
                 if learn is not None:
                     learn(feedback.features, feedback.seconds)
                 ratio = feedback.seconds / predicted_s
                 ratio = min(max(ratio, 0.5 * self._stretch), 2.0 * self._stretch)  # stalls clipped
-                self._stretch += 0.02 * (ratio - self._stretch)
+                gain = 1.0 - (1.0 - _STRETCH_GAIN) ** (_CLOCKED if terms is None else 1)
+                self._stretch += gain * (ratio - self._stretch)
                 decode_s *= ratio / self._stretch
             out.append(decode_s)
         return out
+
+
+def _is_plain(feedback: Feedback) -> bool:
+    """Whether the step decoded as if nobody ever drafted: no drafts made or verified, no page lists."""
+    return not (
+        np.count_nonzero(feedback.drafted)
+        or np.count_nonzero(feedback.verified) < len(feedback.verified)
+        or feedback.features.select_rows > 0
+    )
 
 
 def _without_prefill(features: StepFeatures) -> StepFeatures:

@@ -1,4 +1,4 @@
-"""What drafts and steps of the batch as it is cost, for `Goodput`: one call of the cost model prices it all."""
+"""What drafts and steps of the batch as it is cost, for `Goodput`: two calls of the cost model price it all."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def price_batch(view: PolicyView, model: CostModel, acceptance: Floats, empty_s:
     """Price the rows of ``view``; ``acceptance`` [n, d_max] of draft 1..d_max given those before, margins unknown.
 
     The whole curve: seconds of the mean step when all requests draft g a round, for every g, stairs of the graph
-    buckets included; the best g is where prices matter. Around it chords, wide enough to span a stair; they are priced
-    around every g, since one call is cheaper than to wait for the best. The seconds of prefill chunks in the step are
-    nobody's: they are due whatever the others do. ``empty_s``: `predict` of an empty step, where it is known already.
+    buckets included; the best g is where prices matter. Around it chords, wide enough to span a stair. The seconds of
+    prefill chunks in the step are nobody's: they are due whatever the others do. ``empty_s``: `predict` of an empty
+    step, where it is known already.
     """
     count, lengths = len(view.slots), np.arange(acceptance.shape[1] + 1.0)
     mean_context = float(np.add.reduce(view.context_tokens)) / count
@@ -78,25 +78,19 @@ def price_batch(view: PolicyView, model: CostModel, acceptance: Floats, empty_s:
     reach[:, 0], reach[:, 1], reach[:, 2] = draft[:, 0], _ONE_TOKEN, verify[:, 0]
     reach[_SPARSE_KV, 3] = (1.0 - share) * max(mean_sparse, 1.0)
     reach[_FULL_KV, 4] = reach[_SELECT_KV, 4] = share * max(mean_context, 1.0)
-    around = beside + 0.5 * steps
     curve = np.concatenate([steps, plain, common], axis=1)
-    base, work = np.empty((2, len(FEATURES), curve.shape[1] + 5 * len(lengths)))
-    base[:, : curve.shape[1]], work[:, : curve.shape[1]] = beside, curve
-    # every g beside each of the five: splitting the last axis makes no copy
-    base[:, curve.shape[1] :].reshape(-1, len(lengths), 5)[:] = around[:, :, None]
-    work[:, curve.shape[1] :].reshape(-1, len(lengths), 5)[:] = count * reach[:, None]
-    added_s = model.marginal(StepFeatures.from_columns(base), StepFeatures.from_columns(work))
-
+    added_s = model.marginal(StepFeatures.from_columns(beside), StepFeatures.from_columns(curve))
     if empty_s is None:
         empty_s = float(model.predict(EMPTY))
-    common_s, chords_s = added_s[len(lengths) + 1 : curve.shape[1]], added_s[curve.shape[1] :].reshape(-1, 5)
     seconds = empty_s + added_s[: len(lengths)]
     tokens = np.ones(len(lengths))
     tokens[1:] += np.cumsum(np.add.reduce(np.cumprod(acceptance, axis=1), axis=0)) / count
     rates = count * tokens / (lengths + 1.0) / np.maximum(seconds, 1e-12)
     best = int(rates.argmax())
     ar_rate = count / max(empty_s + float(added_s[len(lengths)]), 1e-12)
-    row, token, verify_s, sparse, context = (np.maximum(chords_s[best], 0.0) / count).tolist()
+    around = StepFeatures.from_columns(beside + 0.5 * steps[:, best : best + 1])
+    chords_s = model.marginal(around, StepFeatures.from_columns(count * reach))
+    row, token, verify_s, sparse, context = (np.maximum(chords_s, 0.0) / count).tolist()
     rows_s = count * (best * (row + token) + verify_s) / (best + 1.0)
     step_s = float(seconds[best])
     return Prices(
@@ -110,5 +104,5 @@ def price_batch(view: PolicyView, model: CostModel, acceptance: Floats, empty_s:
         speedup=float(rates[best]) / ar_rate,
         mean_sparse=mean_sparse,
         mean_context=mean_context,
-        rounds=price_rounds(common_s, empty_s, count, tokens),
+        rounds=price_rounds(added_s[len(lengths) + 1 :], empty_s, count, tokens),
     )
