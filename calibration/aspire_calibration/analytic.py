@@ -243,13 +243,13 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
     )
     fitted: Fitted
     if isinstance(base, LaunchModel):
-        graph, prompts, eager = (
-            replace(part, base=_scaled(part.base, ratios, model, source))  # what its launches lose, they lose there too
-            if isinstance(part, KrigedModel)
-            else _scaled(part, ratios, model, source)
-            for part in (base.graph, base.prompts, base.eager)
+        fitted = base.changed(
+            lambda part: (
+                replace(part, base=_scaled(part.base, ratios, model, source))  # what launches lose, they lose there too
+                if isinstance(part, KrigedModel)
+                else _scaled(part, ratios, model, source)
+            )
         )
-        fitted = LaunchModel(graph, prompts, eager, base.graph_tokens)
     else:
         fitted = _scaled(base, ratios, model, source)
     return replace(

@@ -28,7 +28,7 @@ MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
 TUNED_ON = 400  # of them choose reach and noise
 REACHES = (1.0, 1.4, 2.0)  # times the octaves of the axes
 NOISES = (0.003, 0.01, 0.03, 0.1)  # variance of a cell's own noise over that of the process
-PADDING_AXIS = "padded_rows"  # only CUDA graphs of decode steps pad rows by their number
+PADDING = {"padded_rows", "idle_rows", "padded_width"}  # only CUDA graphs of decode steps are made for rounded sizes
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,29 @@ class Axis:
 AXES = (
     Axis(2.0, {"padded_tokens": 1.0}),
     Axis(1.5, {"padded_rows": 1.0}),
-    Axis(6.0, {"draft_rows": 1.0}),
+    Axis(2.0, {"idle_rows": 1.0}),
     Axis(2.0, {"verify_rows": 1.0}),
     Axis(5.0, {"sparse_kv_tokens": 1.0}),
     Axis(2.5, {"sparse_kv_tokens": 1.0, "draft_rows": -1.0}),
     Axis(3.5, {"full_kv_tokens": 1.0}),
-    Axis(3.0, {"full_kv_tokens": 1.0, "verify_rows": -1.0}),
+    Axis(2.0, {"longest_context": 1.0}),
     Axis(1.0, {"widest_verify": 1.0}),
+    Axis(1.5, {"padded_width": 1.0}),
     Axis(1.0, {"full_spread": 1.0}),
     Axis(1.0, {"sparse_spread": 1.0}),
     Axis(10.0, {"select_kv_tokens": 1.0}),
     Axis(5.0, {"select_rows": 1.0}),
     Axis(4.0, {"prefill_tokens": 1.0}),
     Axis(3.0, {"prefill_pairs": 1.0}),
-    Axis(2.5, {"prefill_qkv": 1.0, "prefill_tokens": -1.0}),
 )
 # Amounts below which steps are all alike; 1 for what is not named.
 UNITS = {
+    "idle_rows": 4.0,
     "sparse_kv_tokens": 64.0,
     "full_kv_tokens": 128.0,
     "select_kv_tokens": 128.0,
     "prefill_tokens": 32.0,
     "prefill_pairs": 4096.0,
-    "prefill_qkv": 8192.0,
 }
 
 
@@ -158,8 +158,8 @@ class _Compiled:
 
 
 def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, padded: bool = True) -> KrigedModel:
-    """Base, reach, noise and pulls. features: [len(FEATURES), steps], seconds: [steps]; ``padded``: rows are padded to
-    those of a CUDA graph."""
+    """Base, reach, noise and pulls. features: [len(FEATURES), steps], seconds: [steps]; ``padded``: the steps ran as
+    CUDA graphs, which are made for rounded sizes."""
     terms = base_terms(features)
     slopes = nonnegative_relative(design(terms, features), seconds, weights=weights)
     base = RampModel((tuple(terms),), (tuple(float(s) for s in slopes),))
@@ -170,7 +170,7 @@ def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, pad
     axes = [
         axis
         for axis in AXES
-        if (padded or PADDING_AXIS not in axis.of) and np.ptp(variable_rows(features, tuple(axis.of)), axis=1).any()
+        if (padded or not PADDING & axis.of.keys()) and np.ptp(variable_rows(features, tuple(axis.of)), axis=1).any()
     ]
     names = tuple(dict.fromkeys(name for axis in axes for name in axis.of))
     units = np.array([UNITS.get(name, 1.0) for name in names])
@@ -200,6 +200,6 @@ def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, fl
 
 def base_terms(features: Floats) -> list[Ramp]:
     """A price for each sum of features that occurs: quick to evaluate, monotone."""
-    told_twice = {"query_tokens", "full_rows", "kv_tokens", *FEATURES[MAXIMA]}
-    names = [name for name in SUMS if name not in told_twice]
+    told_twice = {"query_tokens", "full_rows", "kv_tokens", "prefill_qkv", *FEATURES[MAXIMA]}
+    names = [*(name for name in SUMS if name not in told_twice), "prefill_pairs"]
     return [Ramp("one"), *(Ramp(name) for name in names if np.any(variable_rows(features, [name])))]

@@ -6,8 +6,8 @@ fitted together with the others they would bend their curves. Decode steps add t
 chosen by: how long contexts are (not only how many tokens they sum to: one long row is slower than many short ones) and
 how wide the widest verifying row is (attention takes larger tiles for wide ones, for all rows). Contexts are means over
 the rows of a step, so a short row added to long ones may lower the price a little. With ``stairs`` every GEMM size of a
-decode step may deviate (`aspire_calibration.staircase`); with ``kriging`` steps of graphs are priced by
-`aspire_calibration.kriging` instead.
+decode step may deviate (`aspire_calibration.staircase`); with ``kriging`` one `aspire_calibration.kriging` model prices
+all steps of graphs, with prompts and without, instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from aspire_calibration.overlap import fit_max
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative
 from aspire_calibration.staircase import fit_staircase
-from aspire_calibration.variables import INDEX, variable_rows
+from aspire_calibration.variables import GRAPH_WIDTHS, INDEX, variable_rows
 
-WIDTHS = (1.0, 3.0, 5.0, 9.0)  # query tokens of the widest row beyond which the engine takes wider launches
 TOKEN_KNOTS = (512.0, 2048.0)  # of chunks: GEMMs of few tokens use a GPU badly
 MIN_CELLS = 8  # steps; with fewer a part of their own is not worth having
 QUERY, PREFILL = INDEX["query_tokens"], INDEX["prefill_tokens"]
+AS_GRAPH = "as graph"  # in JSON: steps with prompts are priced by the part of decode steps
 
 Mask = NDArray[np.bool_]
 Part = RampModel | KrigedModel
@@ -40,8 +40,8 @@ GraphForm = Literal["launches", "stairs", "kriging"]
 
 @dataclass(frozen=True)
 class LaunchModel:
-    """``graph`` prices decode steps of at most ``graph_tokens`` query tokens, ``prompts`` steps of at most so many with
-    prefill rows, ``eager`` larger ones."""
+    """``graph`` prices decode steps of at most ``graph_tokens`` query tokens, ``prompts`` (it may be the same object)
+    steps of at most so many with prefill rows, ``eager`` larger ones."""
 
     graph: Part
     prompts: Part
@@ -61,7 +61,7 @@ class LaunchModel:
         prompts, eager = kinds_of(features, self.graph_tokens)
         out: Floats | None = None
         for mine, part in ((prompts, self.prompts), (eager, self.eager)):
-            count = np.count_nonzero(mine)
+            count = 0 if part is self.graph else np.count_nonzero(mine)
             if count == len(mine):
                 return part.seconds(features)
             if count:
@@ -72,7 +72,15 @@ class LaunchModel:
     def to_json(self) -> dict[str, Any]:
         limit = None if self.graph_tokens == np.inf else self.graph_tokens
         parts = {name: getattr(self, name).to_json() for name in ("graph", "prompts", "eager")}
+        if self.prompts is self.graph:
+            parts["prompts"] = AS_GRAPH
         return {"type": "launches", "graph_tokens": limit, **parts}
+
+    def changed(self, change: Callable[[Part], Part]) -> LaunchModel:
+        """The same with every part changed."""
+        graph = change(self.graph)
+        prompts = graph if self.prompts is self.graph else change(self.prompts)
+        return replace(self, graph=graph, prompts=prompts, eager=change(self.eager))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LaunchModel:
@@ -84,9 +92,11 @@ class LaunchModel:
         limit = np.inf if data["graph_tokens"] is None else float(data["graph_tokens"])
         if not limit > 0:
             raise InputError(f"a launches model needs graph_tokens > 0, got {limit}; calibrate again")
-        eager = _part_from_json(data["eager"])
-        prompts = _part_from_json(data["prompts"]) if "prompts" in data else eager
-        return cls(_part_from_json(data["graph"]), prompts, eager, limit)
+        graph, eager = _part_from_json(data["graph"]), _part_from_json(data["eager"])
+        prompts = data.get("prompts")
+        if prompts == AS_GRAPH:
+            return cls(graph, graph, eager, limit)
+        return cls(graph, eager if prompts is None else _part_from_json(prompts), eager, limit)
 
 
 def _part_from_json(data: dict[str, Any]) -> Part:
@@ -103,7 +113,8 @@ def launch_terms(roofline: list[Ramp], features: Floats) -> list[Ramp]:
     """Terms of decode steps: the roofline and what chooses the launches."""
     terms = [*roofline, Ramp("mean_context_octaves")]
     width = variable_rows(features, ["widest_verify"])[0]
-    terms += [Ramp("widest_verify", low, low + 1.0) for low in WIDTHS if (width <= low).any() and (width > low).any()]
+    edges = [low for low in GRAPH_WIDTHS if (width <= low).any() and (width > low).any()]
+    terms += [Ramp("widest_verify", low, low + 1.0) for low in edges]
     for name, low in (("wide_kv_tokens", 1.0), ("widest_kv_tokens", 9.0)):
         if ((width > 0) & (width <= low)).any() and (width > low).any():
             terms.append(Ramp(name))
@@ -136,10 +147,13 @@ def fit_launches(
     *,
     graphs: GraphForm = "launches",
 ) -> LaunchModel:
-    """Every part to its own steps. Where steps with prompts or without a graph are too few, both are one part; where
-    even these are, or decode steps, a roofline of all steps serves."""
+    """Every part to its own steps, ``kriging`` one to all steps of graphs. Where steps with prompts or without a graph
+    are too few, both are one part; where even these are, or decode steps, a roofline of all steps serves."""
     prompts, eager = kinds_of(features, graph_tokens)
     decode = ~prompts & ~eager
+    together = graphs == "kriging" and prompts.sum() >= MIN_CELLS
+    if together:
+        decode = ~eager
     if min(prompts.sum(), eager.sum()) < MIN_CELLS:
         prompts = eager = prompts | eager
 
@@ -159,17 +173,13 @@ def fit_launches(
         terms = launch_terms(roofline_terms(features), features)
         return (fit_staircase if graphs == "stairs" else _fit_sum)(terms, features, seconds, weights)
 
-    def fit_prompts(features: Floats, seconds: Floats, weights: Floats | None) -> Part:
-        if graphs == "kriging":
-            return fit_kriged(features, seconds, weights, padded=False)  # graphs of prompts are all of the same rows
-        return fit_eager(features, seconds, weights)
-
     def fit_eager(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:
         return fit_max(*eager_terms(features), features, seconds, weights)
 
+    graph = fit(decode, fit_graph, "graph")
     return LaunchModel(
-        fit(decode, fit_graph, "graph"),
-        fit(prompts, fit_prompts, "prompts"),
+        graph,
+        graph if together else fit(prompts, fit_eager, "prompts"),
         fit(eager, fit_eager, "eager"),
         graph_tokens,
     )

@@ -18,6 +18,10 @@ VERIFY_WIDTH, LONGEST_FULL, LONGEST_SPARSE = (
 )
 SPARSE_KV = INDEX["sparse_kv_tokens"]
 SHORT_CONTEXT = 128.0  # tokens: no step tells shorter contexts apart
+# Query tokens of the widest verifying row that graphs of decode steps are made for. The graphs of steps with prompts
+# are all made for the most rows and the widest.
+GRAPH_WIDTHS = (1.0, 3.0, 5.0, 9.0, 17.0)
+_BOUNDS = np.array([0.0, *GRAPH_WIDTHS])
 
 # name -> (unit of the variable, definition)
 VARIABLES: dict[str, tuple[str, str]] = {
@@ -33,7 +37,15 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "prefill_qkv": ("token^2", "query tokens x context of prefill rows, summed"),
     "select_kv_tokens": ("token", "context of rows whose page mass is computed"),
     "select_rows": ("row", "rows whose page mass is computed"),
-    "padded_rows": ("row", "rows of the CUDA graph of a decode step: the power of two that is not below its rows"),
+    "padded_rows": (
+        "row",
+        "rows of the CUDA graph of a decode step: the power of two that is not below its rows; 0 else",
+    ),
+    "idle_rows": ("row", "rows of the CUDA graph of a decode step that hold no request"),
+    "padded_width": (
+        "token",
+        "query tokens of a verifying row that the CUDA graph of a decode step is made for; 0 else",
+    ),
     "full_rows": ("row", "rows that read their whole context: verifying and prefill rows"),
     "kv_tokens": ("token", "sparse_kv_tokens + full_kv_tokens"),
     "logits_rows": ("row", "rows of logits: query_tokens - prefill_tokens + prefill rows"),
@@ -46,6 +58,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "verify_width": ("token", "query tokens of the widest verifying row; 0 where the step does not tell it"),
     "longest_full_kv": ("token", "longest context of a full row; 0 where the step does not tell it"),
     "longest_sparse_kv": ("token", "most tokens that a drafting row reads; 0 where the step does not tell it"),
+    "longest_context": ("token", "longest_full_kv, or where it is not told the mean context of full rows"),
     "full_spread": ("mean", "longest context of full rows over their mean, less 1; 0 where not told"),
     "sparse_spread": ("mean", "most tokens that a drafting row reads over their mean, less 1; 0 where not told"),
     "widest_verify": ("token", "verify_width, or where it is not told the mean query tokens of verifying rows"),
@@ -125,6 +138,26 @@ class _Derived:
         return np.asarray(np.log2(np.maximum(mean / SHORT_CONTEXT, 1.0)))
 
     @property
+    def longest_context(self) -> Floats:
+        f = self.f
+        return np.asarray(np.maximum(f[LONGEST_FULL], f[FULL_KV] / np.maximum(f[ROWS] - f[DRAFT_ROWS], 1.0)))
+
+    @cached_property
+    def padded_rows(self) -> Floats:
+        rows = np.exp2(np.ceil(np.log2(np.maximum(self.f[ROWS], 1.0))))
+        return np.asarray(rows * self.decodes)
+
+    @property
+    def padded_width(self) -> Floats:
+        return np.asarray(_BOUNDS[_BOUNDS[:-1].searchsorted(self.widest_verify)] * self.decodes)
+
+    @cached_property
+    def decodes(self) -> Floats | float:
+        """1 in steps without prompts."""
+        prompts = self.f[PREFILL]
+        return np.asarray(prompts == 0, dtype=np.float64) if np.count_nonzero(prompts) else 1.0
+
+    @property
     def prefill_pairs(self) -> Floats | float:
         """Exact where the prefill rows of a step are equally long, as they are in a step with one."""
         f = self.f
@@ -142,7 +175,10 @@ def _spread(longest: Floats, total: Floats, rows: Floats) -> Floats:
 
 DERIVED: dict[str, Callable[[_Derived], Floats | float]] = {
     "one": lambda d: 1.0,
-    "padded_rows": lambda d: np.exp2(np.ceil(np.log2(np.maximum(d.f[ROWS], 1.0)))),
+    "padded_rows": lambda d: d.padded_rows,
+    "idle_rows": lambda d: np.maximum(d.padded_rows - d.f[ROWS], 0.0),
+    "padded_width": lambda d: d.padded_width,
+    "longest_context": lambda d: d.longest_context,
     "full_spread": lambda d: _spread(d.f[LONGEST_FULL], d.f[FULL_KV], d.f[ROWS] - d.f[DRAFT_ROWS]),
     "sparse_spread": lambda d: _spread(d.f[LONGEST_SPARSE], d.f[SPARSE_KV], d.f[DRAFT_ROWS]),
     "verify_kv_tokens": lambda d: d.verify_kv_tokens,

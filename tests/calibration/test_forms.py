@@ -175,7 +175,10 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
     values = dict(zip(names, variable_rows(step.matrix()[:, None], names)[:, 0], strict=True))
     assert values == {
         "one": 1,
-        "padded_rows": 8,
+        "padded_rows": 0,  # with prompts all graphs have the same rows
+        "idle_rows": 0,
+        "padded_width": 0,
+        "longest_context": pytest.approx(4300 / 3),
         "full_rows": 3,
         "kv_tokens": 5836,
         "logits_rows": 14,
@@ -195,6 +198,27 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
     told = StepFeatures.of(**{**{name: getattr(step, name) for name in INDEX}, "verify_width": 9.0}).matrix()[:, None]
     assert variable_rows(told, ["widest_verify"])[0, 0] == 9
     assert variable_rows(told, ["mean_drafted"])[0, 0] == 4
+
+
+def test_graphs_of_decode_steps_are_made_for_rounded_rows_and_widths() -> None:
+    rows, widest = np.array([1.0, 5.0, 33.0, 64.0, 64.0]), np.array([1.0, 2.0, 9.0, 17.0, 0.0])
+    step = StepFeatures.of(
+        rows=rows,
+        query_tokens=rows,
+        verify_rows=np.where(widest > 0, rows, 0),
+        draft_rows=np.where(widest > 0, 0, rows),
+        full_kv_tokens=np.where(widest > 0, 100 * rows, 0),
+        verify_width=widest,
+        longest_full_kv=np.array([100.0, 300.0, 0.0, 100.0, 0.0]),
+    )
+    names = ["padded_rows", "idle_rows", "padded_width", "longest_context"]
+    assert variable_rows(step.columns(), names).T.tolist() == [
+        [1, 0, 1, 100],
+        [8, 3, 3, 300],
+        [64, 31, 9, 100],
+        [64, 0, 17, 100],
+        [64, 0, 0, 0],
+    ]
 
 
 def test_launches_prices_steps_without_a_graph_apart():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from aspire.errors import InputError, UsageError
 from aspire.scheduler.features import FEATURES, StepFeatures
-from aspire_calibration.cells import Cell, ar, draft, mixed, verify
-from aspire_calibration.forms import forms_named
-from aspire_calibration.kriging import AXES, MOST_CELLS, KrigedModel, fit_kriged
+from aspire_calibration.cells import Cell, ar, draft, mixed, prefill, verify
+from aspire_calibration.forms import fitted_from_json, forms_named
+from aspire_calibration.kriging import AXES, MOST_CELLS, PADDING, KrigedModel, fit_kriged
 from aspire_calibration.launches import LaunchModel
 from aspire_calibration.variables import INDEX, VARIABLES, variable_rows
 from tests.calibration.machine import BUCKETS, true_seconds
@@ -39,7 +39,7 @@ def grid() -> list[Cell]:
 
 def bumpy_seconds(features: np.ndarray) -> np.ndarray:
     """The made-up machine with launches of their own for every padded number of rows and for long contexts."""
-    octaves = np.log2(variable_rows(features, ["padded_rows"])[0])
+    octaves = np.log2(np.maximum(variable_rows(features, ["padded_rows"])[0], 1.0))
     context = variable_rows(features, ["mean_context_octaves"])[0]
     bumps = 1.0 + 0.1 * np.sin(1.2 * octaves) + 0.06 * np.cos(context + octaves)
     return true_seconds(StepFeatures.from_columns(features)) * bumps
@@ -126,7 +126,31 @@ def test_rows_of_an_engine_without_graphs_are_not_padded() -> None:
         forms_named(["kriging"], buckets)[0].fit(FEATURES_OF_CELLS, SECONDS, None) for buckets in ((), BUCKETS)
     )
     assert isinstance(eager, LaunchModel) and isinstance(graphs, LaunchModel)
-    assert "padded_rows" not in eager.graph.variables and "padded_rows" in graphs.graph.variables
+    assert not PADDING & set(eager.graph.variables) and set(graphs.graph.variables) >= PADDING
+
+
+def test_prompts_that_fit_a_graph_share_the_cells_of_decode_steps() -> None:
+    """A prompt beside rows of a kind that was timed without prompts only: what those rows cost is known from there."""
+    prompts = [prefill(chunk, chunk) for chunk in (16, 32, 64, 128, 256, 512)]
+    beside = [mixed(ar(rows, 1024), prefill(64, 64)) for rows in (1, 2, 4, 8, 16, 32, 64, 120)]
+    features = np.concatenate([FEATURES_OF_CELLS, columns([*prompts, *beside])], axis=1)
+    seconds = bumpy_seconds(features)
+    fitted = forms_named(["kriging"], BUCKETS)[0].fit(features, seconds, None)
+    assert isinstance(fitted, LaunchModel) and fitted.prompts is fitted.graph
+    unseen = columns([mixed(ar(rows, 4096), prefill(64, 64)) for rows in (3, 12, 48, 100)])
+    with_prompts = features[INDEX["prefill_tokens"]] > 0
+    apart = fit_kriged(features[:, with_prompts], seconds[with_prompts], None)
+    assert errors(fitted, unseen, bumpy_seconds(unseen)).max() < 0.12
+    assert errors(apart, unseen, bumpy_seconds(unseen)).max() > 0.3
+    written = fitted.to_json()
+    again = fitted_from_json(written)
+    assert isinstance(again, LaunchModel) and again.prompts is again.graph and again.to_json() == written
+    assert again.seconds(features) == pytest.approx(fitted.seconds(features), rel=1e-12)
+
+
+def test_a_profile_without_prompts_prices_them_apart() -> None:
+    fitted = forms_named(["kriging"], BUCKETS)[0].fit(FEATURES_OF_CELLS, SECONDS, None)
+    assert isinstance(fitted, LaunchModel) and fitted.prompts is not fitted.graph
 
 
 def test_many_cells_are_thinned_so_that_predictions_stay_quick() -> None:
@@ -166,7 +190,7 @@ def test_bad_kriged_models_are_refused() -> None:
 
     for spoil, error, message in (
         (without_a_place, InputError, "equally many places"),
-        (without_an_axis, InputError, "finite places on 11 axes"),
+        (without_an_axis, InputError, f"finite places on {len(good['cells'][0]['place'])} axes"),
         (of_an_unknown_variable, UsageError, "did you mean 'padded_tokens'"),
         (without_cells, InputError, "equally many places"),
         (that_pulls_without_end, InputError, "finite places"),
