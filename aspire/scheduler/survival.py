@@ -119,6 +119,10 @@ class RateTracker:
         self._tokens = keep * self._tokens + tokens
         self._time = keep * self._time + time
 
+    def scale(self, factor: float) -> None:
+        """What was observed counts as ``factor`` times as fast."""
+        self._time /= factor
+
 
 class SurvivalModel:
     """Acceptance of drafts given margin, position and request, learned online.

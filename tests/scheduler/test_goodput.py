@@ -455,3 +455,35 @@ def test_a_batch_at_rest_is_asked_again_soon_and_learns_all_the_same(monkeypatch
         assert steps < longest + 2 * REPRICE_STEPS
     np.testing.assert_allclose(rates[0][0], rates[1][0], rtol=1e-9)
     np.testing.assert_allclose(rates[0][1], rates[1][1], rtol=1e-9)
+
+
+def test_no_round_begins_in_a_time_of_prompts_but_an_interruption_changes_nothing() -> None:
+    model = LinearCost(base=1e-3, token=1e-6, kv=2e-8)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_qkv=2e6)
+    view = view_of([8000] * 32, [512] * 32, model)
+    policy, drafted, drew = built(32), np.zeros(32, dtype=np.int64), []
+    prompts = [step % 10 == 9 or 100 <= step < 140 for step in range(160)]
+    for prompt in prompts:
+        now = replace(view, drafted=drafted, other=chunk if prompt else StepFeatures.zeros())
+        actions = policy.plan(now)
+        drew.append((actions == DRAFT).sum())
+        assert not prompt or drafted.any() or len(drew) < 103 or policy.resting
+        policy.observe(outcome(now, actions, 9))
+        drafted = np.where(actions == DRAFT, drafted + 1, 0)
+    shares = np.array(drew) / 32
+    assert shares[20:100].mean() > 0.6 and shares[[29, 39, 49, 59, 69, 79, 89, 99]].mean() > 0.4
+    assert not shares[100 + policy.d_max + 3 : 140].any()  # rounds that were going on came to their end
+    assert shares[140:].mean() > 0.6
+
+
+def test_a_few_that_are_left_of_many_go_on_drafting() -> None:
+    """Many share a step's price and go three times as fast as plain decoding; four reach 1.5 times that at best, which
+    the pace of the many would never let them try."""
+    model = LinearCost(base=1e-3, token=1e-6, kv=2e-8)
+    policy, many = built(64), view_of([9000] * 64, [512] * 64, model)
+    play(policy, many, 400, accepted=15)
+    assert policy.speedup > 2.5
+    few = view_of([9000] * 4, [512] * 4, model)
+    promise = price_batch(few, model, policy.survival.unseen_acceptance(few.slots)).promise
+    assert 1.1 < promise < 0.6 * policy.speedup
+    assert play(policy, few, 60, accepted=15).mean() > 0.6

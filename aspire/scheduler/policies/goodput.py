@@ -24,6 +24,8 @@ _MODE_HYSTERESIS = 0.02
 _BLOCK_ROUNDS = 64  # of the thousands that the population remembers
 REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
 _REPRICE_GROWTH = 1.05  # where not even a sure draft pays: as long as contexts are no longer than so many times
+_DOUBT = 0.9  # a batch that rests where its prices promise more thinks too much of its pace
+_PROMPT_STEPS = 2  # so many steps with prompts in a row are an interruption, more are a time of their own
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
 # a batch in which nobody drafts is asked again after so many steps, less where it explores often, and no later than
 # that after another request moved in
@@ -97,6 +99,7 @@ class Goodput(Policy):
         self._standing = self._alone
         self._model: CostModel | None = None
         self._empty_s = 0.0  # an empty step of the model
+        self._prompt_steps = 0  # steps with prompts in a row
         self._plain: list[Ints] = []  # slots of steps without drafts, not learned from yet
         self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
         self._rests_for = 0  # requests
@@ -121,6 +124,7 @@ class Goodput(Policy):
         if not self._rest or not _alike(requests, self._rests_for):
             return False
         self._rest -= 1
+        self._prompt_steps = 0
         self._standing.age += 1
         return True
 
@@ -128,7 +132,11 @@ class Goodput(Policy):
         count, held = len(view.slots), np.count_nonzero(view.drafted)
         if not count or not self.d_max:
             return np.full(count, _VERIFY)
-        if not held and self.rests(count):
+        self._prompt_steps = self._prompt_steps + 1 if view.other.query_tokens else 0
+        prefilling = self._prompt_steps > _PROMPT_STEPS
+        if not held and prefilling:
+            self.resting = True
+        if not held and (prefilling or self.rests(count)):
             return np.full(count, _VERIFY)
         self._catch_up()
         rate = self._rate(view)
@@ -152,10 +160,14 @@ class Goodput(Policy):
             if np.count_nonzero(idle):
                 # at once: what comes of this round may be observed only after the next one was planned
                 self._idle[view.slots[draft & fresh & view.can_draft]] = 0
+        if prefilling:
+            draft &= view.drafted > 0
         # autoregressive for now: no page mass is paid for; who holds drafts will want a list for the next ones
         self.resting = not held and not np.count_nonzero(draft)
         # prices beside prompts say little of the steps without that follow
         self._rest = self._rest_steps(view, wanted) if self.resting and self._standing is self._alone else 0
+        if self.resting and prices is not None and prices.promise * self._pace.kept > 1.0 + self.params.hysteresis:
+            self._pace.limit(_DOUBT)
         self._rests_for = count
         return np.where(draft & (view.drafted < self.d_max), _DRAFT, _VERIFY)
 
@@ -234,15 +246,17 @@ class Goodput(Policy):
         now.age += 1
         if now.prices is not None and not self._outdated(now.prices, view):
             return now.prices.ar_rate * self._pace.now(REPRICE_STEPS)  # a mean over many more
-        assumed = self.survival.unseen_acceptance(view.slots)
+        before, assumed = now.prices, self.survival.unseen_acceptance(view.slots)
         prices = now.prices = price_batch(view, model, assumed, self._empty_s)
         now.age = 0
         common = prices.rounds.rate / prices.ar_rate
+        if before is not None and before.requests != len(view.slots) and now is self._alone:
+            self._pace.limit(prices.promise / before.promise)
         # one step in which all verify beats some verifying in every step, or the other way round
         now.common = common > prices.speedup * (1.0 - _MODE_HYSTERESIS if now.common else 1.0 + _MODE_HYSTERESIS)
         self._pace.reprice(model, prices.ar_rate, common, together=now.common, beside=prompt_tokens > 0)
         if not self._pace.started:
-            self._pace.start(max(common, prices.speedup), len(view.slots))
+            self._pace.start(prices.promise, len(view.slots))
         return prices.ar_rate * self._pace.now(2 * REPRICE_STEPS)  # one call of the cost model a step is enough
 
     def _promising(self, prices: Prices) -> bool:

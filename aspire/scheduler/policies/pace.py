@@ -69,6 +69,13 @@ class Pace:
             self._empty_s = float(model.predict(EMPTY))
         self._model, self._terms[beside] = model, _Terms(ar_rate, promise, together)
 
+    def limit(self, change: float) -> None:
+        """The batch became another one, whose prices promise ``change`` times the pace that those before did. Where it
+        is less the pace falls with it: a few requests that are left of many could never reach the pace of those, would
+        stop drafting, and would rest for as long as the mean remembers."""
+        if change < 1.0 and self._tracker is not None:
+            self._tracker.scale(change)
+
     @property
     def kept(self) -> float:
         """What common rounds gave over what they promised, 1 before there were any; fades while the batch rests."""

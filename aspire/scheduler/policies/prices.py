@@ -40,6 +40,11 @@ class Prices:
     mean_context: float
     rounds: RoundPrices
 
+    @property
+    def promise(self) -> float:
+        """The best pace that the prices allow, in tokens per token of plain decoding; at least 1."""
+        return max(1.0, self.speedup, self.rounds.rate / self.ar_rate)
+
     def of_drafts(self, view: PolicyView, rate: float = 1.0) -> Floats:
         """[n] seconds of one more draft of each request, its share of the step included; times ``rate``, tokens."""
         alike = float(draft_price(self.row, self.token, self.shared, self.requests))
