@@ -43,7 +43,8 @@ class Simulation:
 
     ``noise`` is the standard deviation of the logarithm of a step's time around the prediction. ``max_concurrency``
     bounds the requests in the engine, waiting ones included; later arrivals are held back and their arrival time is
-    when they were let in, as in vLLM's benchmark.
+    when they were let in, as in vLLM's benchmark. ``policy_prices``: what the policy goes by, where that is not the
+    ``cost_model`` which tells how long steps take.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Simulation:
         noise: float = 0.0,
         max_concurrency: int | None = None,
         progress: Progress | None = None,
+        policy_prices: CostModel | None = None,
     ) -> None:
         if not len(workload):
             raise UsageError(f"workload {workload.name} has no requests")
@@ -78,7 +80,7 @@ class Simulation:
             config = replace(config, async_scheduling=False)
         self._async = config.async_scheduling
         spec = policy.stand_in() if isinstance(policy, OracleSpec) else policy
-        self.scheduler = Scheduler(config, spec, cost_model, on_release=self._released)
+        self.scheduler = Scheduler(config, spec, policy_prices or cost_model, on_release=self._released)
         longest = int(workload.output_tokens.max())
         self._outcomes = SlotOutcomes(acceptance, seed, config.max_num_seqs, longest)
         if isinstance(policy, OracleSpec):

@@ -79,7 +79,8 @@ def recorded_cost_model(run: Run) -> CostModel | None:
 def replay(run: Run, cost_model: CostModel | None = None) -> ReplayReport:
     """Replay ``run`` (from `read_run`, with rows). ``cost_model`` defaults to the one recorded in config.json.
 
-    One is in the queue of every step that is planned at or after the time at which it was queued. Aborts take effect before the first step that is planned at or after their finish time.
+    A request is in the queue of every step that is planned at or after the time at which it was queued. Aborts take
+    effect before the first step that is planned at or after their finish time.
     """
     config, policy = config_of(run)
     log, table = run.steps, run.requests

@@ -177,7 +177,8 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     1. Replay: the scheduler must compose every recorded step again.
     2. Step times: every recorded step, priced by the cost model (default: the one in config.json).
     3. Simulation: the same requests and acceptance outcomes on the simulated clock, the cost model deciding how long
-       each step takes; throughput must agree within 6 %, latency percentiles within 10 %.
+       each step takes, and the policy by the prices that it had in the run; throughput must agree within 6 %, latency
+       percentiles within 10 %.
     Raises `InputError` when the run has no rows or there is no cost model.
     """
     run = read_run(path)
@@ -192,7 +193,8 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     steps = run.steps
     step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s)
     arrival_s = run.requests.arrival_s[finished] - steps.start_s[0]
-    simulated = simulate(_workload(run, finished, arrival_s), policy, model, _outcomes(run, finished), config)
+    workload, outcomes = _workload(run, finished, arrival_s), _outcomes(run, finished)
+    simulated = simulate(workload, policy, model, outcomes, config, policy_prices=recorded_cost_model(run))
     simulated.requests.arrival_s[:] = arrival_s  # those before the first step waited for it
     measured, expected = summarize(run), summarize(simulated)
     comparisons = [
