@@ -254,7 +254,8 @@ class Goodput(Policy):
             self._pace.limit(prices.promise / before.promise)
         # one step in which all verify beats some verifying in every step, or the other way round
         now.common = common > prices.speedup * (1.0 - _MODE_HYSTERESIS if now.common else 1.0 + _MODE_HYSTERESIS)
-        self._pace.reprice(model, prices.ar_rate, common, together=now.common, beside=prompt_tokens > 0)
+        if now is self._alone or self._alone.prices is None:  # the pace leaves prompts out of account
+            self._pace.reprice(model, prices.ar_rate, common, together=now.common)
         if not self._pace.started:
             self._pace.start(prices.promise, len(view.slots))
         return prices.ar_rate * self._pace.now(2 * REPRICE_STEPS)  # one call of the cost model a step is enough

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from aspire.scheduler.features import CostModel, StepFeatures
-from aspire.scheduler.policies.base import Feedback
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
+from aspire.scheduler.policies.base import Feedback, Floats
 from aspire.scheduler.policies.prices import EMPTY
 from aspire.scheduler.survival import RateTracker
 
+_ROWS, _QUERY, _DRAFT_ROWS, _VERIFY_ROWS, _FULL_KV, _PREFILL, _PREFILL_QKV = map(
+    FEATURES.index,
+    ("rows", "query_tokens", "draft_rows", "verify_rows", "full_kv_tokens", "prefill_tokens", "prefill_qkv"),
+)
 _PRIOR_TOKENS = 16.0  # of each request, that what is assumed at the start counts for
 _STRETCH_GAIN = 0.02
 _CLOCKED = 8  # of so many plain steps one is held against the clock
@@ -40,7 +44,7 @@ class Pace:
         self._tracker: RateTracker | None = None
         self._kept: RateTracker | None = None  # tokens of common rounds per token that prices promised
         self._model: CostModel | None = None
-        self._terms = [_Terms(), _Terms()]  # of steps without and with prompts
+        self._terms = _Terms()
         self._stretch = 1.0  # measured over predicted seconds, fading
         self._plain = 0  # plain steps since one was held against the clock
         self._empty_s = 0.0  # an empty step of the model
@@ -58,16 +62,13 @@ class Pace:
         self._tracker = RateTracker(pace, self._window, prior_tokens=_PRIOR_TOKENS * requests)
         self._kept = RateTracker(1.0, _KEPT_WINDOWS * self._window, prior_tokens=_PRIOR_TOKENS * requests)
 
-    def reprice(
-        self, model: CostModel, ar_rate: float, promise: float, *, together: bool, beside: bool = False
-    ) -> None:
-        """From now on plain decoding makes ``ar_rate`` tokens per second of ``model``, in steps ``beside`` prompts or
-        in those without. ``together``: the batch goes in common rounds, whose drafts are paid for by their
-        verification; they ``promise`` that pace."""
+    def reprice(self, model: CostModel, ar_rate: float, promise: float, *, together: bool) -> None:
+        """From now on plain decoding makes ``ar_rate`` tokens per second of ``model``. ``together``: the batch goes in
+        common rounds, whose drafts are paid for by their verification; they ``promise`` that pace."""
         if model is not self._model:
             self._settle()
             self._empty_s = float(model.predict(EMPTY))
-        self._model, self._terms[beside] = model, _Terms(ar_rate, promise, together)
+        self._model, self._terms = model, _Terms(ar_rate, promise, together)
 
     def limit(self, change: float) -> None:
         """The batch became another one, whose prices promise ``change`` times the pace that those before did. Where it
@@ -85,7 +86,7 @@ class Pace:
         """A step committed ``tokens``."""
         if self._model is None:
             return
-        terms, learns = self._terms[bool(feedback.features.prefill_tokens > 0)], hasattr(self._model, "observe")
+        terms, learns = self._terms, hasattr(self._model, "observe")
         if not learns and _is_plain(feedback):
             self._count(tokens, tokens, terms)
             self._plain = (self._plain + 1) % _CLOCKED
@@ -130,26 +131,29 @@ class Pace:
     def _decode_seconds(self, model: CostModel, steps: list[tuple[Feedback, float, _Terms | None]]) -> list[float]:
         """Seconds of each step less those of its prefill chunks, in the cost model's own scale.
 
-        A machine that is slower than its cost model makes every price dearer alike, and so changes no decision.
+        A machine that is slower than its cost model makes every price dearer alike, and so changes no decision. What a
+        step with prompts took says little of its other rows: they take what they are predicted to.
         """
-        whole = np.stack([feedback.features.columns() for feedback, _, _ in steps], axis=1)
-        features = StepFeatures.from_columns(whole)
-        predicted = decode = model.predict(features)
-        prompts = features.prefill_tokens > 0
-        if np.count_nonzero(prompts):
-            some = StepFeatures.from_columns(whole[:, prompts])
-            decode = predicted.copy()
-            decode[prompts] = self._empty_s + model.marginal(EMPTY, _without_prefill(some))
+        features = np.stack([feedback.features.columns() for feedback, _, _ in steps], axis=1)
+        prompts = features[_PREFILL] > 0
+        if not np.count_nonzero(prompts):
+            decode = model.predict(StepFeatures.from_columns(features))
+        else:
+            decode, others = np.empty(len(steps)), ~prompts
+            decode[prompts] = self._empty_s + model.marginal(EMPTY, _without_prefill(features[:, prompts]))
+            if np.count_nonzero(others):
+                decode[others] = model.predict(StepFeatures.from_columns(features[:, others]))
         out, learn = [], getattr(model, "observe", None)
-        for (feedback, _, terms), predicted_s, decode_s in zip(steps, predicted.tolist(), decode.tolist(), strict=True):
-            if math.isfinite(feedback.seconds) and feedback.seconds > 0 and predicted_s > 0:
+        for (feedback, _, terms), prompt, decode_s in zip(steps, prompts.tolist(), decode.tolist(), strict=True):
+            if math.isfinite(feedback.seconds) and feedback.seconds > 0:
                 if learn is not None:
                     learn(feedback.features, feedback.seconds)
-                ratio = feedback.seconds / predicted_s
-                ratio = min(max(ratio, 0.5 * self._stretch), 2.0 * self._stretch)  # stalls clipped
-                gain = 1.0 - (1.0 - _STRETCH_GAIN) ** (_CLOCKED if terms is None else 1)
-                self._stretch += gain * (ratio - self._stretch)
-                decode_s *= ratio / self._stretch
+                if decode_s > 0 and not prompt:
+                    ratio = feedback.seconds / decode_s
+                    ratio = min(max(ratio, 0.5 * self._stretch), 2.0 * self._stretch)  # stalls clipped
+                    gain = 1.0 - (1.0 - _STRETCH_GAIN) ** (_CLOCKED if terms is None else 1)
+                    self._stretch += gain * (ratio - self._stretch)
+                    decode_s *= ratio / self._stretch
             out.append(decode_s)
         return out
 
@@ -163,15 +167,13 @@ def _is_plain(feedback: Feedback) -> bool:
     )
 
 
-def _without_prefill(features: StepFeatures) -> StepFeatures:
-    """The decoding rows of steps; contexts of prefill rows are taken at their mean."""
-    prefill_rows = features.rows - features.draft_rows - features.verify_rows
-    context = features.prefill_qkv / np.maximum(features.prefill_tokens, 1.0) * prefill_rows
-    return replace(
-        features,
-        rows=features.draft_rows + features.verify_rows,
-        query_tokens=features.query_tokens - features.prefill_tokens,
-        full_kv_tokens=np.maximum(features.full_kv_tokens - context, 0.0),
-        prefill_tokens=np.zeros_like(features.prefill_tokens),
-        prefill_qkv=np.zeros_like(features.prefill_qkv),
-    )
+def _without_prefill(columns: Floats) -> StepFeatures:
+    """The decoding rows of steps [len(FEATURES), steps]; contexts of prefill rows are taken at their mean."""
+    columns = columns.copy()
+    tokens, rows = columns[_PREFILL], columns[_DRAFT_ROWS] + columns[_VERIFY_ROWS]
+    context = columns[_PREFILL_QKV] / np.maximum(tokens, 1.0) * (columns[_ROWS] - rows)
+    columns[_ROWS] = rows
+    columns[_QUERY] -= tokens
+    columns[_FULL_KV] = np.maximum(columns[_FULL_KV] - context, 0.0)
+    columns[[_PREFILL, _PREFILL_QKV]] = 0.0
+    return StepFeatures.from_columns(columns)
