@@ -75,3 +75,9 @@ def smollm2(smollm2_gguf: Path) -> Any:
     from aspire.models import load_model
 
     return load_model(smollm2_gguf, "float32", "cpu")
+
+
+@pytest.fixture
+def short_prefixes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for any page that another is about to compute, so that tests of waiting can be small."""
+    monkeypatch.setattr("aspire.scheduler.residents.PAGES_TO_WAIT_FOR", 1)

@@ -6,6 +6,7 @@ nobody holds keep their name until they are taken again, the longest unused firs
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -86,6 +87,12 @@ class PrefixCache:
     def promised_by(self, name: int) -> int | None:
         """The slot that is about to compute ``name``."""
         return self._promised.get(name)
+
+    def promised_run(self, names: Sequence[int], enough: int) -> int:
+        """How many of ``names``, from the first, one slot is about to compute; counted up to ``enough``."""
+        slot = self.promised_by(names[0])
+        same = (self.promised_by(name) == slot for name in names[:enough])
+        return 0 if slot is None else sum(itertools.takewhile(bool, same))
 
     def withdraw(self, slot: int) -> None:
         """``slot`` computes nothing any more: what it promised and did not deliver is free to be computed by others."""

@@ -21,6 +21,10 @@ from aspire.scheduler.waiting import WaitingQueue
 Ints = NDArray[np.int64]
 
 
+PAGES_TO_WAIT_FOR = 16
+"""Fewer pages are computed again: 256 prompt tokens add less to a step than two steps of waiting take."""
+
+
 @dataclass(frozen=True)
 class Counts:
     """Where the requests are. Invariant: arrived = waiting + running + finished + rejected."""
@@ -157,8 +161,9 @@ class Residents:
     def _prefix_pages(self, request: Request, known: int) -> list[int] | None:
         """Pages that hold the first of the ``known`` tokens of ``request``, at least one token being left to compute.
 
-        None: not yet. A running request that is no less urgent is about to compute the next page: rather than doing it
-        twice, wait. That request's prompt comes first anyway.
+        None: not yet. A running request that is no less urgent is about to compute the next pages: rather than doing it
+        twice, wait. That request's prompt comes first anyway. For a few pages, as a chat template has, nobody waits:
+        to compute them again takes less time than the steps until they are there.
         """
         if not self.config.enable_prefix_caching:
             return []
@@ -167,7 +172,9 @@ class Residents:
         if len(found) < min(most, len(names)):
             slot = self.pages.prefixes.promised_by(names[len(found)])
             if slot is not None and self.slots.priority[slot] <= request.priority:
-                return None
+                missing = names[len(found) : most]
+                if self.pages.prefixes.promised_run(missing, PAGES_TO_WAIT_FOR) >= PAGES_TO_WAIT_FOR:
+                    return None
         return found
 
     def _publish(self, rows: Ints, computed: Ints) -> None:

@@ -11,7 +11,7 @@ from aspire.scheduler import PolicySpec, SelectorSpec
 from tests.engine.gpu import NEEDS_GPU
 
 pytest.importorskip("torch")
-pytestmark = NEEDS_GPU
+pytestmark = [*NEEDS_GPU, pytest.mark.usefixtures("short_prefixes_are_waited_for")]
 
 DEVICE = "cuda"
 FAMILY, TAIL, COUNT = 100, 24, 10

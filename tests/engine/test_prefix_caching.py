@@ -17,6 +17,8 @@ from tests.invariants.cases import ample, assert_kv_is_fresh, fixed, prompt_of, 
 from tests.invariants.harness import Limits, LinearCost, drive, generate, make_engine
 from tests.invariants.models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("short_prefixes_are_waited_for")
+
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=12, ignore_eos=True)
 

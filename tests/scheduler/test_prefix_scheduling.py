@@ -7,11 +7,14 @@ write rubbish, and rows of requests that have left while they were in flight wri
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aspire.scheduler import FinishReason, Mode, PolicySpec, Request, Scheduler, SchedulerConfig, StepOutcome, StepPlan
 from aspire.scheduler.prefix_cache import page_hashes
+
+pytestmark = pytest.mark.usefixtures("short_prefixes_are_waited_for")
 
 PAGE = 16
 RUBBISH = -1
@@ -221,6 +224,19 @@ def test_who_waited_for_a_prefix_goes_on_when_its_maker_is_aborted() -> None:
     assert runner.scheduler.slot_of("waiter") is not None
     assert runner.scheduler.slots.computed.max() == 32 + 32, "the pages that the maker computed are not used"
     runner.drain()
+
+
+def test_nobody_waits_for_a_few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aspire.scheduler.residents.PAGES_TO_WAIT_FOR", 8)
+    rng = np.random.default_rng(0)
+    for pages, waits in ((7, False), (8, True)):
+        runner = PagedExecutor(scheduler(tokens=600))
+        prefix = rng.integers(0, 1000, 16 * pages)
+        for name in ("first", "second"):
+            runner.submit(name, text(rng, prefix, length=16 * pages + 20), 16 * pages + 10)
+        runner.step()
+        assert (runner.scheduler.slot_of("second") is None) == waits
+        runner.drain()
 
 
 def test_pages_of_a_failed_request_or_step_are_found_by_nobody() -> None:

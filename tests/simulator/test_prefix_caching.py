@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,8 @@ from aspire_simulator.traces import load_trace
 from aspire_simulator.validation import validate_run
 from aspire_simulator.workload import Workload
 from tests.simulator.helpers import LinearCost
+
+pytestmark = pytest.mark.usefixtures("short_prefixes_are_waited_for")
 
 CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1024, num_pages=300, watermark=0.0)
 
