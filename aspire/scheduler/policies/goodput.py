@@ -100,7 +100,7 @@ class Goodput(Policy):
         self._model: CostModel | None = None
         self._empty_s = 0.0  # an empty step of the model
         self._prompt_steps = 0  # steps with prompts in a row
-        self._plain: list[Ints] = []  # slots of steps without drafts, not learned from yet
+        self._plain: list[Feedback] = []  # of steps without drafts, not learned from yet
         self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
         self._rests_for = 0  # requests
         self._long_rest = 0  # steps of the last rest, where not even a sure draft paid
@@ -178,8 +178,9 @@ class Goodput(Policy):
         verified, drafted, p = feedback.verified, feedback.drafted, self.params
         decodes = np.count_nonzero(verified)
         if decodes == count and not np.count_nonzero(drafted):
-            self._plain.append(feedback.slots)
-            self._count_rate(feedback, float(count), 0.0)
+            self._plain.append(feedback)
+            if self._pace.learns:
+                self._catch_up()
             return
         self._catch_up()
         if not decodes:
@@ -203,11 +204,16 @@ class Goodput(Policy):
         """Learn from the steps without drafts: a batch that rests need not do so in each of them."""
         if not self._plain:
             return
-        rounds_of = np.bincount(np.concatenate(self._plain), minlength=self.max_slots)
-        self._plain = []
+        steps, self._plain = self._plain, []
+        rounds_of = np.bincount(np.concatenate([step.slots for step in steps]), minlength=self.max_slots)
         slots = rounds_of.nonzero()[0]
         self.survival.pass_rounds(slots, rounds_of[slots])
         self._idle[slots] += rounds_of[slots]
+        if self.params.cost_ratio is None:
+            self._pace.observe_plain(steps)
+        else:
+            for step in steps:
+                self._pace.observe_time(float(len(step.slots)), float(len(step.slots)))
 
     def _rest_steps(self, view: PolicyView, wanted: Floats) -> int:
         """Steps after this one that nobody need be asked in.

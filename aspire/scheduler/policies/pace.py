@@ -12,9 +12,18 @@ from aspire.scheduler.policies.base import Feedback, Floats
 from aspire.scheduler.policies.prices import EMPTY
 from aspire.scheduler.survival import RateTracker
 
-_ROWS, _QUERY, _DRAFT_ROWS, _VERIFY_ROWS, _FULL_KV, _PREFILL, _PREFILL_QKV = map(
+_ROWS, _QUERY, _SELECT_ROWS, _DRAFT_ROWS, _VERIFY_ROWS, _FULL_KV, _PREFILL, _PREFILL_QKV = map(
     FEATURES.index,
-    ("rows", "query_tokens", "draft_rows", "verify_rows", "full_kv_tokens", "prefill_tokens", "prefill_qkv"),
+    (
+        "rows",
+        "query_tokens",
+        "select_rows",
+        "draft_rows",
+        "verify_rows",
+        "full_kv_tokens",
+        "prefill_tokens",
+        "prefill_qkv",
+    ),
 )
 _PRIOR_TOKENS = 16.0  # of each request, that what is assumed at the start counts for
 _STRETCH_GAIN = 0.02
@@ -82,21 +91,34 @@ class Pace:
         """What common rounds gave over what they promised, 1 before there were any; fades while the batch rests."""
         return 1.0 if self._kept is None else self._kept.rate
 
+    @property
+    def learns(self) -> bool:
+        """Whether the cost model learns from each step: what it learns counts for the next one."""
+        return hasattr(self._model, "observe")
+
     def observe(self, feedback: Feedback, tokens: float) -> None:
         """A step committed ``tokens``."""
         if self._model is None:
             return
-        terms, learns = self._terms, hasattr(self._model, "observe")
-        if not learns and _is_plain(feedback):
-            self._count(tokens, tokens, terms)
+        self._steps.append((feedback, tokens, self._terms))
+        self._committed |= tokens > 0
+        if self.learns:
+            self._settle()
+
+    def observe_plain(self, steps: list[Feedback]) -> None:
+        """Each of ``steps`` committed a token of each of its requests, which held no drafts."""
+        if self._model is None:
+            return
+        learns = self.learns
+        for feedback in steps:
+            tokens = float(len(feedback.slots))
+            if learns or feedback.features.columns()[_SELECT_ROWS]:  # page lists are for drafts to come
+                self.observe(feedback, tokens)
+                continue
+            self._count(tokens, tokens, self._terms)
             self._plain = (self._plain + 1) % _CLOCKED
             if not self._plain:
                 self._steps.append((feedback, tokens, None))
-            return
-        self._steps.append((feedback, tokens, terms))
-        self._committed |= tokens > 0
-        if learns:  # what it learns from a step counts for the next one
-            self._settle()
 
     def observe_time(self, tokens: float, time: float) -> None:
         """``tokens`` took ``time``, in tokens of plain decoding."""
@@ -156,15 +178,6 @@ class Pace:
                     decode_s *= ratio / self._stretch
             out.append(decode_s)
         return out
-
-
-def _is_plain(feedback: Feedback) -> bool:
-    """Whether the step decoded as if nobody ever drafted: no drafts made or verified, no page lists."""
-    return not (
-        np.count_nonzero(feedback.drafted)
-        or np.count_nonzero(feedback.verified) < len(feedback.verified)
-        or feedback.features.select_rows > 0
-    )
 
 
 def _without_prefill(columns: Floats) -> StepFeatures:
