@@ -121,12 +121,8 @@ class Goodput(Policy):
         self._idle[slots] = 0
 
     def rests(self, requests: int) -> bool:
-        if not self._rest or not _alike(requests, self._rests_for):
-            return False
-        self._rest -= 1
         self._prompt_steps = 0
-        self._standing.age += 1
-        return True
+        return self._rests_on(requests)
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         count, held = len(view.slots), np.count_nonzero(view.drafted)
@@ -135,8 +131,8 @@ class Goodput(Policy):
         self._prompt_steps = self._prompt_steps + 1 if view.other.query_tokens else 0
         prefilling = self._prompt_steps > _PROMPT_STEPS
         if not held and prefilling:
-            self.resting = True
-        if not held and (prefilling or self.rests(count)):
+            self.resting, self._rest = True, 0  # asked again as soon as they are done
+        if not held and (prefilling or self._rests_on(count)):
             return np.full(count, _VERIFY)
         self._catch_up()
         rate = self._rate(view)
@@ -199,6 +195,13 @@ class Goodput(Policy):
         self._idle[slots] = (self._idle[slots] + 1) * (drafted == 0)
         tokens = float(np.add.reduce(accepted) + len(slots))
         self._count_rate(feedback, tokens, float(np.add.reduce(drafted)) if p.cost_ratio is not None else 0.0)
+
+    def _rests_on(self, requests: int) -> bool:
+        if not self._rest or not _alike(requests, self._rests_for):
+            return False
+        self._rest -= 1
+        self._standing.age += 1
+        return True
 
     def _catch_up(self) -> None:
         """Learn from the steps without drafts: a batch that rests need not do so in each of them."""

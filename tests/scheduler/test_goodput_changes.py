@@ -1,0 +1,93 @@
+"""`goodput` while its batch changes: requests come and go, prompts come in between, few are left of many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from aspire.scheduler import StepFeatures
+from aspire.scheduler.policies.goodput import REPRICE_STEPS
+from aspire.scheduler.policies.prices import price_batch
+from tests.scheduler.test_goodput import DRAFT, built, outcome, play, view_of
+from tests.simulator.helpers import LinearCost
+
+
+def test_a_batch_rests_through_small_changes_without_being_asked() -> None:
+    model = LinearCost(base=1e-4, token=1e-6, kv=1e-7)
+    few, policy = view_of([2000] * 4, [2000] * 4, model), built(32)
+    prompt = StepFeatures.of(rows=1.0, query_tokens=64.0, prefill_tokens=64.0)
+    policy.plan(few)
+    assert policy.rests(4) and not policy.rests(3) and not policy.rests(5)
+    policy.plan(view_of([2000] * 16, [2000] * 16, model))
+    assert policy.rests(16) and policy.rests(18) and policy.rests(14) and not policy.rests(19)
+    assert (policy.plan(replace(few, other=prompt)) != DRAFT).all() and policy.resting
+    assert not policy.rests(4)  # it was asked last beside a prompt, whose step is another one
+
+
+def test_a_batch_that_changes_all_the_time_is_priced_now_and_then() -> None:
+    """Requests come and go, and prompts with them: prices hold for batches alike, and steps with prompts have their
+    own."""
+    priced: list[bool] = []
+
+    class Counted(LinearCost):
+        def marginal(self, base: StepFeatures, added: StepFeatures) -> np.ndarray:
+            if added.rows.ndim and added.rows.size > 5:  # the whole curve
+                priced.append(bool(base.prefill_tokens.any()))
+            return super().marginal(base, added)
+
+    policy, model = built(64), Counted(base=1e-4, token=1e-6, kv=1e-7)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=900.0, prefill_tokens=900.0, prefill_qkv=4e5)
+    for step in range(320):
+        count = 40 + step % 5
+        other = chunk if step % 4 == 0 else StepFeatures.zeros()
+        view = view_of([8000] * count, [512] * count, model, other=other)
+        policy.observe(outcome(view, policy.plan(view), 0))
+    assert 1 <= priced.count(True) <= 80 // REPRICE_STEPS + 1
+    assert 1 <= priced.count(False) <= 240 // REPRICE_STEPS + 1
+    before = len(priced)
+    policy.plan(view_of([8000] * 20, [512] * 20, model))  # half the batch left
+    assert len(priced) == before + 1
+
+
+def test_no_round_begins_in_a_time_of_prompts_but_an_interruption_changes_nothing() -> None:
+    model = LinearCost(base=1e-3, token=1e-6, kv=2e-8)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_qkv=2e6)
+    view = view_of([8000] * 32, [512] * 32, model)
+    policy, drafted, drew = built(32), np.zeros(32, dtype=np.int64), []
+    prompts = [step % 10 == 9 or 100 <= step < 140 for step in range(160)]
+    for prompt in prompts:
+        now = replace(view, drafted=drafted, other=chunk if prompt else StepFeatures.zeros())
+        actions = policy.plan(now)
+        drew.append((actions == DRAFT).sum())
+        assert not prompt or drafted.any() or len(drew) < 103 or policy.resting
+        policy.observe(outcome(now, actions, 9))
+        drafted = np.where(actions == DRAFT, drafted + 1, 0)
+    shares = np.array(drew) / 32
+    assert shares[20:100].mean() > 0.6 and shares[[29, 39, 49, 59, 69, 79, 89, 99]].mean() > 0.4
+    assert not shares[100 + policy.d_max + 3 : 140].any()  # rounds that were going on came to their end
+    assert shares[140:].mean() > 0.6
+
+
+def test_a_few_that_are_left_of_many_go_on_drafting() -> None:
+    """Many share a step's price and go three times as fast as plain decoding; four reach 1.5 times that at best, which
+    the pace of the many would never let them try."""
+    model = LinearCost(base=1e-3, token=1e-6, kv=2e-8)
+    policy, many = built(64), view_of([9000] * 64, [512] * 64, model)
+    play(policy, many, 400, accepted=15)
+    assert policy.speedup > 2.5
+    few = view_of([9000] * 4, [512] * 4, model)
+    promise = price_batch(few, model, policy.survival.unseen_acceptance(few.slots)).promise
+    assert 1.1 < promise < 0.6 * policy.speedup
+    assert play(policy, few, 60, accepted=15).mean() > 0.6
+
+
+def test_a_batch_at_rest_counts_the_prompts_that_come_meanwhile() -> None:
+    """The rest ends in a time of prompts, and drafts would pay: none is made before the prompts are done."""
+    chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_qkv=2e6)
+    policy, dear, cheap = built(32), LinearCost(base=1e-3), LinearCost(base=1e-3, token=1e-6, kv=2e-8)
+    assert (policy.plan(view_of([200] * 32, [200] * 32, dear)) != DRAFT).all() and policy.rests(32)
+    view = view_of([8000] * 32, [512] * 32, cheap)
+    for _ in range(40):
+        assert (policy.plan(replace(view, other=chunk)) != DRAFT).all() and policy.resting
+    assert (policy.plan(view) == DRAFT).all()
