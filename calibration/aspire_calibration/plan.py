@@ -2,8 +2,8 @@
 
 Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which
 a grid that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan
-is a usable coarse plan. Points off the grid, drawn log-uniformly with a seed, are interleaved: two in three are fitted,
-since a grid shows neither rows between powers of two nor rows of unlike contexts, the third is held out.
+is a usable coarse plan. Points off the grid, drawn log-uniformly with a seed, are interleaved: one in five is held out,
+the others are fitted, since a grid shows neither rows between powers of two nor rows of unlike contexts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 OFF_GRID_EVERY = 4  # after so many grid cells come OFF_GRID cells, the first of which is held out
-OFF_GRID = 3
+OFF_GRID = 5
 MAX_CELLS_PER_REGIME = 50  # coarse levels first, within a level at random (seeded)
 
 
@@ -123,7 +123,7 @@ def refinement_level(index: int, length: int) -> int:
 
 
 def profile_plan(limits: PlanLimits, *, seed: int = 0, levels: int = 4, with_prefill: bool = True) -> list[Cell]:
-    """Cells to time, in order; about 0.5 thousand for a large GPU. Every cell fits `limits`; keys are unique.
+    """Cells to time, in order; about 900 for a large GPU. Every cell fits `limits`; keys are unique.
 
     ``levels`` bounds the refinement (1 = corners and middles only). About one cell in six is held out.
     """
@@ -274,7 +274,7 @@ def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: 
     tables = [entry for name, entry in regimes.items() if name not in ("verify-plain", "sizes")]
     tables += [regimes[name] for name in ("draft", "mixed", "mixed-uneven") if name in regimes]
     cells = []
-    for index in range(60 * len(tables)):
+    for index in range(80 * len(tables)):
         axes, build = tables[index % len(tables)]
         point = []
         for axis in axes:

@@ -227,13 +227,13 @@ def plan_info(
     cost: CostModel | None = None,
     repeats: int = 5,
     warmups: int = 2,
-    setup_s: float = 0.2,
+    setup_s: float = 0.06,
     visits: int = VISITS,
 ) -> PlanInfo:
     """Size of a plan before running it.
 
     ``cost``: e.g. an analytic model of this hardware; ``page_bytes``: K and V of a page, all layers; ``setup_s``: of a
-    cell at its first visit, graph capture included (0.2 s on an H200 with 30 layers).
+    cell at its first visit, graph capture included (0.06 s on an H200 with 30 layers, most graphs serve several cells).
     """
     pages = max((cell.pages(page_size) for cell in plan), default=0)
     minutes = None
