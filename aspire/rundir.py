@@ -29,7 +29,7 @@ import numpy as np
 
 from aspire.errors import InputError
 from aspire.fileio import open_atomic, read_json, write_json_atomic
-from aspire.runlog import MODES, REQUEST_COLUMNS, ROW_COLUMNS, RequestTable, StepLog
+from aspire.runlog import MODES, OLD_REQUEST_COLUMNS, REQUEST_COLUMNS, ROW_COLUMNS, RequestTable, StepLog
 from aspire.runtrace import write_trace
 from aspire.scheduler.features import FEATURES
 
@@ -134,8 +134,7 @@ def read_requests(path: str | Path) -> RequestTable:
         raise InputError(
             f"request table {source} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
-    older = tuple(name for name in REQUEST_COLUMNS if name != "queued_s")
-    if not lines or tuple(lines[0]) not in (REQUEST_COLUMNS, older):
+    if not lines or tuple(lines[0]) not in (REQUEST_COLUMNS, OLD_REQUEST_COLUMNS):
         raise InputError(f"{source} line 1: expected the columns {','.join(REQUEST_COLUMNS)}")
     names = tuple(lines[0])
     table = RequestTable.empty(len(lines) - 1)
@@ -152,7 +151,7 @@ def read_requests(path: str | Path) -> RequestTable:
                     column[index] = int(text)
         except ValueError as error:
             raise InputError(f"{source} line {index + 2}: {error}") from error
-    if names == older:
+    if names == OLD_REQUEST_COLUMNS:
         table.queued_s[:] = table.arrival_s
     return table
 

@@ -208,6 +208,8 @@ class RequestTable:
 
 
 REQUEST_COLUMNS: tuple[str, ...] = tuple(RequestTable.__dataclass_fields__)
+OLD_REQUEST_COLUMNS: tuple[str, ...] = tuple(name for name in REQUEST_COLUMNS if name != "queued_s")
+"""Of earlier recordings; their requests count as queued when they arrived."""
 
 
 def status_of(request: Request) -> str:

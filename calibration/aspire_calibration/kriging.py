@@ -28,6 +28,8 @@ MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
 TUNED_ON = 400  # of them choose reach and noise
 REACHES = (1.0, 1.4, 2.0)  # times the octaves of the axes
 NOISES = (0.003, 0.01, 0.03, 0.1)  # variance of a cell's own noise over that of the process
+# Multiplications of a product above which OpenBLAS wakes other threads, which takes longer than the products here.
+VECTOR_WORK, MATRIX_WORK = 9_000, 250_000
 PADDING = {"padded_rows", "idle_rows", "padded_width"}  # only CUDA graphs of decode steps are made for rounded sizes
 
 
@@ -144,17 +146,28 @@ class _Compiled:
         # 1 + |x - c|^2 / 2 = (1 + |c|^2 / 2) - c.x + |x|^2 / 2
         self.near = -model.places.T
         self.offset = 1.0 + 0.5 * (model.places**2).sum(axis=0)[:, None]
+        self.block = max(1, min(VECTOR_WORK // len(self.pulls), MATRIX_WORK // self.near.size))
 
     def correction(self, features: Floats) -> Floats:
         """[steps]: logarithm of what the base is multiplied by."""
         values = fill_rows(features, self.names, self.sums)
         values *= self.per_unit
         at = self.mix @ np.log1p(values, out=values)
-        apart = self.near @ at
-        apart += self.offset
-        apart += 0.5 * np.einsum("as,as->s", at, at)
-        pull = self.pulls @ np.reciprocal(apart, out=apart)
+        beyond = 0.5 * np.einsum("as,as->s", at, at)
+        pull = np.empty(at.shape[1])
+        for first in range(0, len(pull), self.block):
+            some = slice(first, first + self.block)
+            apart = self._products(at[:, some])
+            apart += self.offset
+            apart += beyond[some]
+            pull[some] = self.pulls @ np.reciprocal(apart, out=apart)
         return np.asarray(np.minimum(np.maximum(pull, -self.largest), self.largest))
+
+    def _products(self, at: Floats) -> Floats:
+        """[cells, steps]: -c.x of all cells c and the steps x in ``at`` [axes, steps]."""
+        if at.shape[1] == 1 and self.near.size > VECTOR_WORK:
+            return np.asarray(np.einsum("ca,as->cs", self.near, at))
+        return np.asarray(self.near @ at)
 
 
 def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, padded: bool = True) -> KrigedModel:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from aspire.errors import InputError
-from aspire.runlog import REQUEST_COLUMNS
+from aspire.runlog import OLD_REQUEST_COLUMNS, REQUEST_COLUMNS
 from aspire.scheduler.prefix_links import shared_prefixes
 from aspire_simulator.workload import Workload
 
@@ -51,7 +51,7 @@ def detect_format(path: str | Path) -> str:
             f"{source} line 1: JSON keys {sorted(keys)}; a Mooncake trace has timestamp, input_length, output_length"
         )
     columns = {column.strip() for column in next(csv.reader([head]), [])}
-    if columns == set(REQUEST_COLUMNS):
+    if columns in (set(REQUEST_COLUMNS), set(OLD_REQUEST_COLUMNS)):
         return "run"
     for name in ("azure", "burstgpt", "vidur"):
         if set(_CSV[name][1:]) <= columns and (name == "vidur" or _CSV[name][0] in columns):

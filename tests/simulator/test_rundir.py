@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from aspire.errors import InputError
 from aspire.rundir import Run, directory_atomic, read_run, write_run
 from aspire.runlog import ROW_COLUMNS, RequestTable, StepLog
+from aspire_simulator.traces import detect_format
 from tests.simulator.helpers import random_run
 
 
@@ -88,3 +89,15 @@ def test_trace_is_chrome_json_and_bounded(tmp_path: Path) -> None:
 def test_empty_run_can_be_written(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", Run({}, RequestTable.empty(0), StepLog()))
     assert len(read_run(path).steps) == 0
+
+
+def test_earlier_recordings_are_read_as_runs_and_as_traces(tmp_path: Path) -> None:
+    run = random_run(np.random.default_rng(3), 20)
+    folder = write_run(tmp_path / "run", run)
+    table = folder / "requests.csv"
+    lines = [line.split(",") for line in table.read_text(encoding="utf-8").splitlines()]
+    dropped = lines[0].index("queued_s")
+    table.write_text("\n".join(",".join(line[:dropped] + line[dropped + 1 :]) for line in lines), encoding="utf-8")
+    again = read_run(folder).requests
+    assert np.array_equal(again.queued_s, again.arrival_s)
+    assert detect_format(folder) == "run"
