@@ -37,15 +37,16 @@ def test_a_profile_names_no_place_of_the_machine_that_made_it(name):
     assert command.startswith("aspire profile ") and " /" not in command
 
 
-def test_the_evidence_of_all_profiles_is_one_command(tmp_path, monkeypatch):
+def test_the_evidence_of_the_profiles_of_a_gpu_is_one_command(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(PROFILES.parent))
     make_evidence = importlib.import_module("make_evidence")
-    pairs = [part for name in NAMES for part in ("--profile", f"{name}.samples.jsonl", f"{name}.json")]
+    mine = [name for name in NAMES if name.startswith("h200-")]
+    pairs = [part for name in mine for part in ("--profile", f"{name}.samples.jsonl", f"{name}.json")]
     monkeypatch.chdir(PROFILES)
     make_evidence.main([str(tmp_path / "calibration.json"), *pairs])
     evidence = json.loads((tmp_path / "calibration.json").read_text())
     found = {result["id"]: result for result in evidence["results"]}
     assert {"calib.mape_ar", "calib.p90_prefill", "calib.quick_profile_mape", "calib.noise_graph"} <= set(found)
-    assert set(found["calib.mape_ar"]["detail"]["by_profile"]) == set(NAMES)
+    assert set(found["calib.mape_ar"]["detail"]["by_profile"]) == set(mine)
     assert "calib.run_error_max" not in found
     assert evidence["meta"]["hardware"] == "NVIDIA H200"
