@@ -227,7 +227,6 @@ def log_step(
     planned_s: float | None = None,
 ) -> None:
     """Append a step to the log; the engine and the simulator call the same function."""
-    draft = plan.modes == DRAFT
     log.append(
         start_s,
         outcome.seconds,
@@ -236,7 +235,7 @@ def log_step(
         request=owner,
         mode=plan.modes,
         query_tokens=plan.query_tokens,
-        context=plan.start - np.where(draft, plan.drafted, 0),
+        context=plan.start - plan.drafted * plan.draft,
         drafted=plan.drafted,
         accepted=outcome.accepted,
         committed=outcome.committed,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aspire.scheduler.features import StepFeatures
+from aspire.scheduler.once import once
 from aspire.scheduler.slots import index_of
 
 Ints = NDArray[np.int64]
@@ -63,66 +63,66 @@ class StepPlan:
         """Rows in the step."""
         return len(self.slots)
 
-    @cached_property
+    @once
     def num_query_tokens(self) -> int:
         """Tokens through the GEMMs, before padding."""
         return int(np.add.reduce(self.query_tokens))
 
     # What follows is asked for several times a step and never changes: `Scheduler.update` touches none of its sources.
 
-    @cached_property
+    @once
     def at(self) -> Ints | slice:
         """``slots`` as an index of arrays over slots."""
         return index_of(self.slots)
 
-    @cached_property
+    @once
     def draft(self) -> NDArray[np.bool_]:
         """Mask [rows] of the rows that draft."""
         return np.asarray(self.modes == _DRAFT)
 
-    @cached_property
+    @once
     def verify(self) -> NDArray[np.bool_]:
         """Mask [rows] of the rows that verify a draft of any length, 0 included."""
         return np.asarray(self.modes == _VERIFY)
 
-    @cached_property
+    @once
     def prefill(self) -> NDArray[np.bool_]:
         """Mask [rows] of the rows with tokens of a prompt."""
         return np.asarray(~(self.draft | self.verify))
 
-    @cached_property
+    @once
     def finds(self) -> NDArray[np.bool_]:
         """Mask [rows] of the rows that find tokens of the output: verifications and prompts that end."""
         return self.samples & ~self.draft if self.num_drafts else self.samples
 
-    @cached_property
+    @once
     def num_drafts(self) -> int:
         """Rows that draft."""
         return int(np.count_nonzero(self.draft))
 
-    @cached_property
+    @once
     def num_prefills(self) -> int:
         """Rows with tokens of a prompt."""
         return self.num_rows - self.num_drafts - int(np.count_nonzero(self.verify))
 
-    @cached_property
+    @once
     def single(self) -> bool:
         """Whether every row has one query token and samples one token: each drafts or decodes autoregressively."""
         return self.num_query_tokens == self.num_rows and not self.num_prefills
 
-    @cached_property
+    @once
     def sampled(self) -> Ints:
         """[rows] tokens that each row samples: one a draft, drafts + 1 a verification, one a finished prefill."""
         if not self.num_prefills:
             return self.query_tokens
         return np.where(self.verify, self.query_tokens, self.samples)
 
-    @cached_property
+    @once
     def sample_start(self) -> Ints:
         """[rows] place of each row's first sample among all."""
         return np.asarray(np.arange(self.num_rows) if self.single else np.cumsum(self.sampled) - self.sampled)
 
-    @cached_property
+    @once
     def num_samples(self) -> int:
         """Tokens that the step samples."""
         return self.num_query_tokens if not self.num_prefills else int(np.add.reduce(self.sampled))

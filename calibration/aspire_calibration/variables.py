@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import numpy as np
 
 from aspire.scheduler.features import FEATURES, Floats
+from aspire.scheduler.once import once
 
 INDEX = {name: position for position, name in enumerate(FEATURES)}
 ROWS, QUERY, DRAFT_ROWS, VERIFY_ROWS = (INDEX[n] for n in ("rows", "query_tokens", "draft_rows", "verify_rows"))
@@ -108,7 +108,7 @@ class _Derived:
     def __init__(self, f: Floats) -> None:
         self.f = f
 
-    @cached_property
+    @once
     def verify_kv_tokens(self) -> Floats:
         f = self.f
         if not np.count_nonzero(f[PREFILL]):
@@ -119,18 +119,18 @@ class _Derived:
         prefill_kv = prefill_rows * f[PREFILL_QKV] / np.maximum(f[PREFILL], 1.0)
         return np.asarray(np.maximum(f[FULL_KV] - prefill_kv, 0.0) * (f[VERIFY_ROWS] > 0))
 
-    @cached_property
+    @once
     def mean_drafted(self) -> Floats:
         f, verify_rows = self.f, self.f[VERIFY_ROWS]
         drafted = f[QUERY] - f[PREFILL] - f[DRAFT_ROWS] - verify_rows
         return np.asarray(np.maximum(drafted, 0.0) / np.maximum(verify_rows, 1.0))
 
-    @cached_property
+    @once
     def widest_verify(self) -> Floats:
         told = self.f[VERIFY_WIDTH]
         return np.asarray(np.where(told > 0, told, 1.0 + self.mean_drafted) * (self.f[VERIFY_ROWS] > 0))
 
-    @cached_property
+    @once
     def mean_context_octaves(self) -> Floats:
         f, full_rows = self.f, self.f[ROWS] - self.f[DRAFT_ROWS]
         # without full rows, full_kv_tokens are those of layers that draft rows read in full
@@ -142,7 +142,7 @@ class _Derived:
         f = self.f
         return np.asarray(np.maximum(f[LONGEST_FULL], f[FULL_KV] / np.maximum(f[ROWS] - f[DRAFT_ROWS], 1.0)))
 
-    @cached_property
+    @once
     def padded_rows(self) -> Floats:
         rows = np.exp2(np.ceil(np.log2(np.maximum(self.f[ROWS], 1.0))))
         return np.asarray(rows * self.decodes)
@@ -151,7 +151,7 @@ class _Derived:
     def padded_width(self) -> Floats:
         return np.asarray(_BOUNDS[_BOUNDS[:-1].searchsorted(self.widest_verify)] * self.decodes)
 
-    @cached_property
+    @once
     def decodes(self) -> Floats | float:
         """1 in steps without prompts."""
         prompts = self.f[PREFILL]
