@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, overload
 T = TypeVar("T")
 
 
-class once(Generic[T]):  # noqa: N801: a decorator, like `property`
+class once(Generic[T]):
     """``@once def name(self)``: the value is kept in the instance, which from then on answers by itself."""
 
     def __init__(self, work: Callable[[Any], T]) -> None:
