@@ -68,7 +68,8 @@ class _Captured:
 
 
 class GraphCache:
-    """Graphs of one runner. They share one memory pool, since only one runs at a time."""
+    """Graphs of one runner. They share one memory pool, since only one runs at a time. The largest bucket holds any step
+    (max_num_batched_tokens)."""
 
     def __init__(self, runner: ModelRunner, buckets: Sequence[int]) -> None:
         self._runner = runner
@@ -85,10 +86,6 @@ class GraphCache:
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[2] != id(lists)}
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()  # a pool dies with the last of its graphs
-
-    def fits(self, plan: StepPlan) -> bool:
-        """Whether a graph can run the step: a bucket holds its tokens."""
-        return plan.num_query_tokens <= int(self._buckets[-1])
 
     def launch(self, plan: StepPlan, forced: NDArray[np.int64] | None) -> Callable[[], StepResult]:
         """Start the step by replaying its graphs, captured first if need be; the returned call waits for its result.

@@ -202,7 +202,7 @@ class ModelRunner:
         if self._sequences.edits[plan.slots].any():
             edits = LogitEdits.of(plan, self._sequences, self.device)
         top = int(self._sequences.logprobs[plan.slots].max(initial=-1))
-        if self._graphs is not None and edits.empty and top < 0 and self._graphs.fits(plan):
+        if self._graphs is not None and edits.empty and top < 0:
             return self._graphs.launch(plan, forced)
         samples = max(1, plan.num_samples)  # an unfinished prefill samples nothing; one row keeps the shapes simple
         shape = Shape(plan.num_query_tokens, plan.num_rows, samples, len(plan.new_pages))
