@@ -66,8 +66,6 @@ class Aspire(Policy):
         super().__init__(params, max_slots, d_max)
         self._alpha = np.full(max_slots, params.alpha_0)
         self._first_round = np.ones(max_slots, dtype=bool)
-        self._copies: Floats = np.empty((len(FEATURES), 0))  # features of the batches that are priced
-        self._copied: tuple[int, float, float] = (0, 0.0, 0.0)  # requests and shares of layers that they are for
 
     def reset(self, slots: Ints) -> None:
         self._alpha[slots] = self.params.alpha_0
@@ -100,15 +98,10 @@ class Aspire(Policy):
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        kind = count, view.full_layer_share, view.select_layer_share
-        if kind == self._copied:
-            view.fill_draft_context(self._copies[:, :count], count)
-            view.fill_verify_context(self._copies[:, count:], count)
-        else:
-            self._copied, self._copies = kind, np.empty((len(FEATURES), 2 * count))
-            view.fill_draft_features(self._copies[:, :count], count)
-            view.fill_verify_features(self._copies[:, count:], count)
-        seconds = view.cost_model.predict(StepFeatures.from_columns(self._copies))
+        copies = np.empty((len(FEATURES), 2 * count))
+        view.fill_draft_features(copies[:, :count], count)
+        view.fill_verify_features(copies[:, count:], count)
+        seconds = view.cost_model.predict(StepFeatures.from_columns(copies))
         return np.asarray(seconds[:count] / np.maximum(seconds[count:], 1e-12))
 
 

@@ -55,31 +55,21 @@ class PolicyView:
     def fill_draft_features(self, columns: Floats, copies: int = 1) -> None:
         """`draft_features` of ``copies`` alike rows each, into ``columns`` [len(FEATURES), n]."""
         columns[:] = copies * _ONE_DRAFT
-        if self.full_layer_share:
-            columns[_SELECT_ROWS] = copies
-        self.fill_draft_context(columns, copies)
-
-    def fill_draft_context(self, columns: Floats, copies: int) -> None:
-        """What of `fill_draft_features` changes from step to step."""
         np.multiply(self.sparse_tokens, copies * (1.0 - self.full_layer_share), out=columns[_SPARSE_KV])
         if self.full_layer_share:
             np.multiply(self.context_tokens, copies * self.full_layer_share, out=columns[_FULL_KV])
             columns[_SELECT_KV] = columns[_FULL_KV]
+            columns[_SELECT_ROWS] = copies
 
     def fill_verify_features(self, columns: Floats, copies: int = 1) -> None:
         """`verify_features` of ``copies`` alike rows each, into ``columns`` [len(FEATURES), n]."""
         columns[:] = copies * _ONE_VERIFY
-        if self.select_layer_share:
-            columns[_SELECT_ROWS] = copies
-        self.fill_verify_context(columns, copies)
-
-    def fill_verify_context(self, columns: Floats, copies: int) -> None:
-        """What of `fill_verify_features` changes from step to step."""
         np.multiply(self.drafted + 1, copies, out=columns[_QUERY])
         columns[_PADDED] = columns[_QUERY]
         np.multiply(self.context_tokens, copies, out=columns[_FULL_KV])
         if self.select_layer_share:
             np.multiply(self.context_tokens, copies * self.select_layer_share, out=columns[_SELECT_KV])
+            columns[_SELECT_ROWS] = copies
 
 
 _QUERY, _PADDED, _SPARSE_KV, _FULL_KV, _SELECT_KV, _SELECT_ROWS = map(
