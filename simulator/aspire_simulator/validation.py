@@ -182,11 +182,12 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     Raises `InputError` when the run has no rows or there is no cost model.
     """
     run = read_run(path)
-    model = cost_model if cost_model is not None else recorded_cost_model(run)
+    prices = recorded_cost_model(run)
+    model = cost_model if cost_model is not None else prices
     if model is None:
         raise InputError(f"run {path} was made without a cost model; give one with --cost-model")
     config, policy = config_of(run)
-    composition = replay(run)
+    composition = replay(run, prices)
     finished = np.flatnonzero(~np.isnan(run.requests.finish_s) & (run.requests.output_tokens > 0))
     if not len(finished):
         raise InputError(f"run {path} finished no request; there is nothing to compare")
@@ -194,7 +195,7 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s)
     arrival_s = run.requests.arrival_s[finished] - steps.start_s[0]
     workload, outcomes = _workload(run, finished, arrival_s), _outcomes(run, finished)
-    simulated = simulate(workload, policy, model, outcomes, config, policy_prices=recorded_cost_model(run))
+    simulated = simulate(workload, policy, model, outcomes, config, policy_prices=prices)
     simulated.requests.arrival_s[:] = arrival_s  # those before the first step waited for it
     measured, expected = summarize(run), summarize(simulated)
     comparisons = [
