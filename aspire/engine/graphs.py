@@ -68,8 +68,8 @@ class _Captured:
 
 
 class GraphCache:
-    """Graphs of one runner. They share one memory pool, since only one runs at a time. The largest bucket holds any step
-    (max_num_batched_tokens)."""
+    """Graphs of one runner. They share one memory pool, since only one runs at a time. The largest bucket holds any
+    step (max_num_batched_tokens)."""
 
     def __init__(self, runner: ModelRunner, buckets: Sequence[int]) -> None:
         self._runner = runner
