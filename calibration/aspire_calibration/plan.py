@@ -45,6 +45,9 @@ __all__ = [
 
 OFF_GRID_EVERY = 4  # after so many grid cells come OFF_GRID cells, the first of which is held out
 OFF_GRID = 5
+IDLE_ROWS = (1, 4, 16)
+IDLE_TOKENS = (64, 256, 512, 2048)  # of all prompts of a step that starts from idle
+IDLE_EVERY = 10  # one cell in so many is such a step, until there are no more
 MAX_CELLS_PER_REGIME = 50  # coarse levels first, within a level at random (seeded)
 
 
@@ -64,6 +67,7 @@ class PlanLimits:
     sparse_min_tokens: int = 512
     select_verify: bool = True  # verification computes page mass (selectors seeded at verification)
     max_sparse_tokens: int | None = None  # most KV tokens that a draft row can list and read; None = its whole context
+    async_scheduling: bool = False  # steps are launched while others run: one that starts from idle costs more
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "num_pages", "max_num_batched_tokens", "page_size"):
@@ -123,7 +127,7 @@ def refinement_level(index: int, length: int) -> int:
 
 
 def profile_plan(limits: PlanLimits, *, seed: int = 0, levels: int = 4, with_prefill: bool = True) -> list[Cell]:
-    """Cells to time, in order; about 900 for a large GPU. Every cell fits `limits`; keys are unique.
+    """Cells to time, in order; about 1,100 for a large GPU. Every cell fits `limits`; keys are unique.
 
     ``levels`` bounds the refinement (1 = corners and middles only). About one cell in six is held out.
     """
@@ -141,7 +145,11 @@ def profile_plan(limits: PlanLimits, *, seed: int = 0, levels: int = 4, with_pre
         by_regime += [cells[::2], cells[1::2]] if name == "sizes" else [cells]  # two of them in every turn
     in_turn = [cell for turn in itertools.zip_longest(*by_regime) for cell in turn if cell is not None]
     grid = _unique(limits, in_turn)
-    return _interleave(limits, grid, _off_grid(limits, generator, with_prefill))
+    plan = _interleave(limits, grid, _off_grid(limits, generator, with_prefill))
+    if with_prefill and limits.async_scheduling:
+        for index, cell in enumerate(_from_idle(limits), start=1):
+            plan.insert(index * IDLE_EVERY - 1, cell)
+    return plan
 
 
 def _regimes(
@@ -173,13 +181,14 @@ def _regimes(
         length = limits.context_for(n, context, int(tokens) + 1)
         return mixed(verify(n - 1, length, 0), verify(1, length, int(tokens)))
 
-    def mixed_cell(count: float, context: float, share: float, tokens: float) -> Cell:
+    def mixed_cell(count: float, context: float, share: float, tokens: float, select: bool = True) -> Cell:
         n = max(2, limits.rows_for(count, int(tokens) + 1))
         drafting = min(n - 1, max(1, round(n * share)))
         length = limits.context_for(n, context, int(tokens) + 1)
         sparse = limits.sparse_for(length)
-        # where somebody drafts, every row that verifies gets a page list, one without drafts too
-        checking = verify(n - drafting, length, int(tokens), select=limits.select_verify)
+        # where somebody drafts, every row that verifies gets a page list, one without drafts too; from page mass,
+        # unless the selector needs none (window) or hardly any (of one layer)
+        checking = verify(n - drafting, length, int(tokens), select=select and limits.select_verify)
         return mixed(draft(drafting, length, sparse), checking)
 
     def mixed_uneven_cell(count: float, context: float, share: float) -> Cell:
@@ -199,24 +208,25 @@ def _regimes(
         length = limits.context_for(1, max(context, chunk), int(chunk))
         return prefill(int(chunk), length, select=bool(select))
 
-    def prompts_cell(chunk: float, count: float) -> Cell:
+    def prompts_cell(chunk: float, count: float, select: float) -> Cell:
         """Several whole prompts in one step."""
         n = limits.rows_for(count, 1)
         each = max(1, int(chunk) // n)
-        return prefill(each, each, n, select=limits.select_verify)
+        return prefill(each, each, n, select=bool(select))
 
-    def prefill_mixed_cell(count: float, context: float, chunk: float, drafting: float) -> Cell:
+    def prefill_mixed_cell(count: float, context: float, chunk: float, drafting: float, select: bool = True) -> Cell:
         """A prompt beside rows that decode: autoregressive ones, or drafts with a few verifications."""
         chunk = min(int(chunk), max(limits.max_num_batched_tokens - 2 * int(count), 1))
         n = max(1, min(limits.rows_for(count, 2), limits.max_num_seqs - 1))
         length = limits.context_for(n + 1, context, 4)
         drafts = round(0.8 * n) if drafting and limits.d_max >= 3 else 0
+        select = select and limits.select_verify
         if not drafts:
             return mixed(ar(n, length), prefill(chunk, max(chunk, length)))
         beside = [draft(drafts, length, limits.sparse_for(length))]
         if n > drafts:
-            beside.append(verify(n - drafts, length, 3, select=limits.select_verify))
-        return mixed(*beside, prefill(chunk, max(chunk, length), select=limits.select_verify))
+            beside.append(verify(n - drafts, length, 3, select=select))
+        return mixed(*beside, prefill(chunk, max(chunk, length), select=select))
 
     def bucket_cell(tokens: float) -> Cell:
         """One step of exactly ``tokens`` query tokens: as few tokens a row as the rows allow, else a prefill chunk."""
@@ -257,13 +267,27 @@ def _regimes(
     if limits.max_num_seqs >= 2:
         some = [d for d in (0, 3, 8) if d <= limits.d_max]
         table["mixed"] = ((rows[1:], contexts, fractions, some), mixed_cell)
+        if limits.select_verify and limits.d_max >= 3:
+            table["mixed-plain"] = (
+                (rows[1::3], contexts[::2], (1 / 2, 7 / 8)),
+                lambda count, context, share: mixed_cell(count, context, share, 3, select=False),
+            )
     if limits.max_num_seqs >= 4 and limits.d_max >= 4:
         table["mixed-uneven"] = ((rows[2:], contexts, (1 / 2, 3 / 4, 7 / 8)), mixed_uneven_cell)
+        # long rounds: of a large batch a few verify at any time
+        table["mixed-few"] = ((rows[2:][-3:], contexts[::-2][::-1], (15 / 16, 31 / 32)), mixed_uneven_cell)
     if with_prefill:
-        table["prefill"] = ((chunks, contexts, (0.0, 1.0) if limits.select_verify else (0.0,)), prefill_cell)
+        with_mass = (0.0, 1.0) if limits.select_verify else (0.0,)
+        table["prefill"] = ((chunks, contexts, with_mass), prefill_cell)
         if limits.max_num_seqs >= 2:
-            table["prompts"] = ((chunks[1::2] or chunks, rows[1::2]), prompts_cell)
-            table["mixed-prefill"] = ((rows, contexts[::2], chunks[::2], (0.0, 1.0)), prefill_mixed_cell)
+            full = chunks[::-2][::-1]  # where prompts wait, they fill the step
+            table["prompts"] = ((full, rows[1::2], with_mass), prompts_cell)
+            table["mixed-prefill"] = ((rows, contexts[::2], full, (0.0, 1.0)), prefill_mixed_cell)
+            if limits.select_verify and limits.d_max >= 3:
+                table["mixed-prefill-plain"] = (
+                    (rows[1::3], contexts[::3], full),
+                    lambda count, context, chunk: prefill_mixed_cell(count, context, chunk, 1.0, select=False),
+                )
     return table
 
 
@@ -287,6 +311,19 @@ def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: 
         cell = build(*point)
         cells.append(ragged(cell) if generator.random() < 1 / 3 else cell)
     return cells
+
+
+def _from_idle(limits: PlanLimits) -> list[Cell]:
+    """Steps that start from idle, ordered so that the first few differ in rows and in tokens."""
+    grid = list(itertools.product(IDLE_ROWS, IDLE_TOKENS))
+    cells = []
+    for index in range(len(grid)):
+        count, total = grid[5 * index % len(grid)]
+        tokens = min(total, limits.max_num_batched_tokens)
+        rows = limits.rows_for(count, max(1, tokens // count))
+        each = max(1, min(tokens // rows, limits.max_model_len - 2))  # such a prompt goes on to decode
+        cells.append(replace(prefill(each, each, rows), idle=True))
+    return _unique(limits, cells)
 
 
 def _unique(limits: PlanLimits, cells: Sequence[Cell]) -> list[Cell]:

@@ -203,7 +203,7 @@ class PlanInfo:
 
     cells: int
     heldout: int
-    by_regime: dict[str, int]
+    by_regime: dict[str, int]  # cells that start from idle count apart
     pool_pages: int  # most KV pages that a cell needs
     pool_bytes: int | None
     query_tokens: int  # most query tokens of a cell
@@ -244,7 +244,7 @@ def plan_info(
     return PlanInfo(
         cells=len(plan),
         heldout=sum(cell.heldout for cell in plan),
-        by_regime=dict(Counter(cell.regime for cell in plan)),
+        by_regime=dict(Counter("idle" if cell.idle else cell.regime for cell in plan)),
         pool_pages=pages,
         pool_bytes=None if page_bytes is None else pages * page_bytes,
         query_tokens=max((cell.query_tokens for cell in plan), default=0),
@@ -257,7 +257,7 @@ def summary(result: ProfileResult) -> dict[str, Any]:
     spreads = [sample.spread for sample in result.samples.measured]
     return {
         "samples": str(result.path),
-        "cells": len(spreads),
+        "cells": len(spreads) + len(result.samples.idle),
         "measured": result.measured,
         "resumed": result.resumed,
         "skipped": result.skipped,

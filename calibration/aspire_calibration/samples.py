@@ -153,6 +153,7 @@ class Sample:
             "key": self.cell.key,
             "regime": self.cell.regime,
             "heldout": self.cell.heldout,
+            "idle": self.cell.idle,
             "cell": self.cell.to_json(),
         }
         if self.skipped:
@@ -171,7 +172,8 @@ class Sample:
     @classmethod
     def from_json(cls, data: Any, header: SamplesHeader) -> Sample:
         """Inverse of `to_json`; features that the line lacks are derived from the cell."""
-        cell = Cell.from_json(data["cell"], heldout=bool(data.get("heldout", False)))
+        flags = {name: bool(data.get(name, False)) for name in ("heldout", "idle")}
+        cell = Cell.from_json(data["cell"], **flags)
         derived = {name: float(getattr(header.features_of(cell), name)) for name in FEATURES}
         features = StepFeatures.of(**{**derived, **data.get("features", {})})
         repeats = tuple(float(value) for value in data.get("repeats_s", ()))
@@ -200,7 +202,13 @@ class Samples:
 
     @property
     def measured(self) -> list[Sample]:
-        return [sample for sample in self.by_key.values() if not sample.skipped]
+        """Those that were not skipped; without the cells that start from idle, which `idle` holds."""
+        return [sample for sample in self.by_key.values() if not sample.skipped and not sample.cell.idle]
+
+    @property
+    def idle(self) -> list[Sample]:
+        """Measured cells that start from idle."""
+        return [sample for sample in self.by_key.values() if not sample.skipped and sample.cell.idle]
 
     def matrix(self) -> tuple[Floats, Floats]:
         """(features [samples, len(FEATURES)], medians [samples] in seconds) of the measured cells."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +21,7 @@ LIMITS = PlanLimits(
     graph_buckets=BUCKETS,
     d_max=16,
 )
+AHEAD = replace(LIMITS, async_scheduling=True)
 HEADER = SamplesHeader(
     hardware={"name": "made-up GPU"},
     model={"name": "toy", "layers": 30},
@@ -47,20 +49,21 @@ def true_seconds(f: StepFeatures) -> Floats:
     return 700e-6 + gemm_s + attention + logits * 0.8e-6 + prefill_s + select_s
 
 
-def timer(noise: float = 0.01, seed: int = 0, repeats: int = 5):  # noqa: ANN201 - a time_cell for run_profile
+def timer(noise: float = 0.01, seed: int = 0, repeats: int = 5, start_s: float = 0.0):  # noqa: ANN201
+    """A time_cell for run_profile; ``start_s``: what steps that start from idle take longer."""
     generator = np.random.default_rng(seed)
 
     def time_cell(cell: Cell) -> Sequence[float]:
-        seconds = float(true_seconds(cell.features(BUCKETS)))
+        seconds = float(true_seconds(cell.features(BUCKETS))) + start_s * cell.idle
         return list(seconds * np.exp(generator.normal(0.0, noise, repeats)))
 
     return time_cell
 
 
 def measured_samples(
-    noise: float = 0.01, seed: int = 0, limits: PlanLimits = LIMITS, most: int | None = None
+    noise: float = 0.01, seed: int = 0, limits: PlanLimits = LIMITS, most: int | None = None, start_s: float = 0.0
 ) -> Samples:
     """All cells of the plan, timed on the made-up machine."""
-    time_cell = timer(noise, seed)
+    time_cell = timer(noise, seed, start_s=start_s)
     samples = [Sample(c, c.features(BUCKETS), tuple(time_cell(c))) for c in profile_plan(limits, seed=seed)[:most]]
     return Samples(HEADER, {sample.cell.key: sample for sample in samples})

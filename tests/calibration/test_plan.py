@@ -15,7 +15,7 @@ from aspire_calibration import Cell, PlanLimits, RowGroup, ar, draft, mixed, pre
 from aspire_calibration.cells import bucket_array, padded_tokens, regimes_of
 from aspire_calibration.plan import geometric, refinement_level
 from aspire_calibration.refine import neighbour
-from tests.calibration.machine import LIMITS
+from tests.calibration.machine import AHEAD, LIMITS
 
 limits_strategy = st.builds(
     PlanLimits,
@@ -26,6 +26,7 @@ limits_strategy = st.builds(
     d_max=st.integers(0, 20),
     graph_buckets=st.sampled_from([(), (1, 2, 4, 8, 16), (512,)]),
     max_sparse_tokens=st.none() | st.integers(1, 3000),
+    async_scheduling=st.booleans(),
 )
 
 
@@ -55,10 +56,21 @@ def test_any_prefix_covers_all_regimes_and_both_ends_of_the_axes(length):
 
 def test_a_large_gpu_gets_some_hundred_cells_with_mixed_fractions_and_off_grid_points():
     plan = profile_plan(LIMITS)
-    assert 300 <= len(plan) <= 1000
+    assert 300 <= len(plan) <= 1200
     steps = [cell.features() for cell in plan if cell.regime == "mixed"]
     assert {0.1, 0.5, 0.9} <= {round(float(step.draft_rows / step.rows), 1) for step in steps}
     assert any(len({group.context_tokens for group in cell.groups}) >= 3 for cell in plan if cell.heldout)
+
+
+def test_where_steps_are_planned_ahead_some_cells_start_from_idle_early_and_are_never_held_out():
+    plan = profile_plan(AHEAD)
+    places = [place for place, cell in enumerate(plan) if cell.idle]
+    idle = [plan[place] for place in places]
+    assert len(idle) == 12 and places[5] < 60 and not any(cell.heldout for cell in idle)
+    assert {cell.rows for cell in idle[:3]} == {1, 4, 16} and len({cell.query_tokens for cell in idle[:4]}) == 4
+    assert {cell.regime for cell in idle} == {"prefill"} and max(cell.query_tokens for cell in idle) == 2048
+    assert [cell for cell in plan if not cell.idle] == profile_plan(LIMITS), "the other cells stay as they are"
+    assert not any(cell.idle for cell in profile_plan(AHEAD, with_prefill=False))
 
 
 def test_features_of_a_mixed_step():
@@ -112,6 +124,18 @@ def test_keys_name_the_step_and_survive_json():
     assert Cell.from_json(cell.to_json()) == cell
 
 
+def test_a_step_from_idle_has_a_key_of_its_own_and_holds_whole_prompts():
+    cell = replace(prefill(512, 512, 4), idle=True)
+    assert cell.key == "idle prefill:4x512q512c" != prefill(512, 512, 4).key
+    assert Cell.from_json(cell.to_json(), idle=True) == cell
+    np.testing.assert_array_equal(cell.features().matrix(), prefill(512, 512, 4).features().matrix())
+    for other in (ar(1, 10), prefill(5, 10), mixed(prefill(5, 5), draft(1, 9, 9))):
+        with pytest.raises(UsageError, match="holds whole prompts alone"):
+            replace(other, idle=True)
+    with pytest.raises(UsageError, match="is not held out"):
+        replace(cell, heldout=True)
+
+
 @pytest.mark.parametrize(
     ("group", "message"),
     [
@@ -152,10 +176,26 @@ def test_page_mass_is_timed_for_narrow_wide_and_uneven_verification():
     assert not widths(replace(limits, select_verify=False))
 
 
-def test_rows_that_verify_beside_drafting_ones_always_select():
+def test_rows_beside_drafting_ones_all_select_or_none_does():
+    mass = {"verify": set(), "prefill": set()}
     for cell in profile_plan(PlanLimits(128, 8192, 65536, 8192)):
-        kinds = {group.kind for group in cell.groups}
-        assert kinds != {"draft", "verify"} or all(group.select for group in cell.groups if group.kind == "verify")
+        if any(group.kind == "draft" for group in cell.groups):
+            selects = {group.select for group in cell.groups if group.kind != "draft"}
+            assert len(selects) <= 1
+            for group in cell.groups:
+                mass.get(group.kind, set()).update(selects)
+    assert mass == {"verify": {False, True}, "prefill": {False, True}}, "selectors that take no mass are priced too"
+
+
+def test_steps_of_long_rounds_and_full_steps_of_prompts_beside_drafts_are_timed():
+    early = profile_plan(PlanLimits(128, 8192, 65536, 8192))[:500]
+    steps = [cell.features(tuple(range(64, 8193, 64))) for cell in early]
+    decode = [f for f in steps if f.draft_rows and f.verify_rows and not f.prefill_tokens]
+    few = [f for f in decode if f.rows >= 32 and f.verify_rows <= f.rows / 12]
+    assert max(f.verify_width for f in few) == 17 and {float(f.rows) for f in few} >= {32, 128}
+    full = [f for f in steps if f.prefill_tokens and f.draft_rows and f.padded_tokens == 8192]
+    assert {bool(f.select_rows) for f in full} == {False, True}
+    assert {float(f.rows) > 64 for f in full} == {False, True}
 
 
 def test_prompts_are_timed_alone_together_and_beside_drafts_with_their_first_list() -> None:

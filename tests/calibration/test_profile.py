@@ -23,8 +23,9 @@ from aspire_calibration import (
     refiner,
     run_profile,
 )
+from aspire_calibration.profile import summary
 from aspire_calibration.refine import neighbour, worst
-from tests.calibration.machine import HEADER, LIMITS, timer
+from tests.calibration.machine import AHEAD, HEADER, LIMITS, timer
 
 SMALL = PlanLimits(8, 2048, 4000, 512, d_max=4)
 
@@ -197,3 +198,14 @@ def test_plan_info_tells_cells_memory_and_minutes():
     assert info.cells == len(plan) and sum(info.by_regime.values()) == len(plan) and info.pool_pages <= LIMITS.num_pages
     assert 0.1 < info.minutes < 5 and info.pool_bytes == info.pool_pages * 16 * 23040
     assert "cells" in info.text() and "GiB" in info.text() and "minutes" in info.text()
+    assert "12 idle" in plan_info(profile_plan(AHEAD)).text()
+
+
+def test_steps_from_idle_are_visited_and_counted_and_not_refined(tmp_path):
+    plan, slow_start = profile_plan(AHEAD)[:80], timer(noise=0.05, start_s=1.0)
+    result = run_profile(slow_start, plan, tmp_path / "s.jsonl", HEADER, refine=refiner(AHEAD, batch=8, rounds=1))
+    assert len(result.samples.idle) == 8 and {sample.visits for sample in result.samples.idle} == {3}
+    assert result.measured == summary(result)["cells"] == 80 + result.refined and result.refined > 0
+    planned = {cell.key for cell in plan}
+    near = [sample.cell.regime for sample in result.samples.measured if sample.cell.key not in planned]
+    assert len(near) == result.refined and set(near) != {"prefill"}, "a slow start is no badly predicted prompt"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 
 from aspire.errors import InputError, MismatchError, UsageError
-from aspire_calibration import Sample, SamplesHeader, ar, draft, merge_samples, read_samples, verify
+from aspire_calibration import Sample, SamplesHeader, ar, draft, merge_samples, prefill, read_samples, verify
 from aspire_calibration.samples import SamplesWriter, relative_spread
 from tests.calibration.machine import BUCKETS, HEADER
 
@@ -32,6 +33,20 @@ def test_round_trip(path):
     line = json.loads(path.read_text().splitlines()[1])
     assert line["key"] == "verify:4x1q1000c" and line["regime"] == "ar" and line["median_s"] == 2e-3
     assert line["features"]["full_kv_tokens"] == 4000 and line["repeats_s"] == [1e-3, 2e-3, 3e-3]
+
+
+def test_steps_from_idle_are_kept_apart(path):
+    writer, idle = SamplesWriter(path, HEADER), replace(prefill(64, 64), idle=True)
+    writer.append(sample(idle))
+    writer.append(sample(prefill(64, 64)))
+    read = read_samples(path)
+    assert [each.cell for each in read.idle] == [idle] and read.by_key[idle.key] == sample(idle)
+    assert idle not in [each.cell for each in read.measured] and len(read.measured) == 3
+    assert len(read.matrix()[1]) == len(read.heldout()) == 3
+    assert [each.cell for each in merge_samples([read, read]).idle] == [idle]
+    old = [{k: v for k, v in json.loads(line).items() if k != "idle"} for line in path.read_text().splitlines()[:3]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert len(read_samples(path).measured) == 2, "a file from before has none of them"
 
 
 def test_the_last_measurement_of_a_key_counts(path):
