@@ -103,7 +103,10 @@ MAXIMA = slice(_PLACE["verify_width"], None)
 
 
 class CostModel(Protocol):
-    """Predicts the latency of steps from their features."""
+    """Predicts the latency of steps from their features, as they follow each other.
+
+    A model may also have ``start_latency_s``, see `start_latency_of`.
+    """
 
     def predict(self, features: StepFeatures) -> Floats:
         """Seconds, in the shape of the features."""
@@ -112,3 +115,8 @@ class CostModel(Protocol):
     def marginal(self, base: StepFeatures, added: StepFeatures) -> Floats:
         """Seconds that ``added`` work costs on top of the steps ``base`` (shapes broadcast)."""
         ...
+
+
+def start_latency_of(cost_model: CostModel) -> float:
+    """Seconds that a step takes longer when nothing is in flight before it; 0 for a model that does not tell."""
+    return float(getattr(cost_model, "start_latency_s", 0.0))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aspire.errors import InputError
 from aspire.scheduler.features import Floats, StepFeatures
-from aspire_calibration.forms import Form, forms_named
+from aspire_calibration.forms import Fitted, Form, forms_named
 from aspire_calibration.launches import LaunchModel
 from aspire_calibration.model import CostModelFile, ranges_of, setup_of
 from aspire_calibration.ramps import RampModel
@@ -103,6 +103,7 @@ def calibrate(
     fitted = form.fit(features[:, train], seconds[train], None)
     intervals = bootstrap_intervals(form, features[:, train], seconds[train], bootstrap, generator)
     spread = float(np.median([sample.spread for sample in samples.measured]))
+    skipped = sum(bool(sample.skipped) for sample in samples.by_key.values())
     return CostModelFile(
         kind="measured",
         form=form.name,
@@ -115,13 +116,25 @@ def calibrate(
             "hash": samples.data_hash(),
             "cells": len(seconds),
             "heldout_cells": int(heldout.sum()),
+            "idle_cells": len(samples.idle),
             "seed": seed,
             "median_spread": spread,
-            "skipped": len(samples.by_key) - len(seconds),
+            "skipped": skipped,
         },
+        start_latency_s=start_latency(samples, fitted),
         limits=known_limits(samples, report, spread),
         **setup_of(samples.header),
     )
+
+
+def start_latency(samples: Samples, fitted: Fitted) -> float:
+    """Seconds by which steps that start from idle exceed their prediction: the median over such cells, >= 0; 0 without
+    any."""
+    if not samples.idle:
+        return 0.0
+    features = np.stack([sample.features.matrix() for sample in samples.idle], axis=1)
+    measured = np.array([sample.median_s for sample in samples.idle])
+    return max(0.0, float(np.median(measured - fitted.seconds(features))))
 
 
 def heldout_mask(planned: Mask, generator: np.random.Generator) -> Mask:
@@ -240,5 +253,7 @@ def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float
         limits.append(f"noisy machine: the median cell varied by {spread:.1%} between repeats (interquartile range)")
     if not any(float(sample.features.select_rows) > 0 for sample in samples.measured):
         limits.append("no cell computed page mass: selection is priced at zero")
+    if samples.header.settings.get("async_scheduling") and not samples.idle:
+        limits.append("no step was timed from idle: what it costs more when nothing is in flight is taken as zero")
     limits.append("steps are timed alone and back to back: clocks under another load may differ")
     return limits

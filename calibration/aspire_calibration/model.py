@@ -44,6 +44,7 @@ class CostModelFile:
     graph_buckets: tuple[int, ...] = ()
     num_pages: int | None = None
     page_size: int = 16
+    start_latency_s: float = 0.0  # a step takes so much longer when nothing is in flight before it
     versions: dict[str, Any] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
     accuracy: dict[str, dict[str, float]] = field(default_factory=dict)  # held-out, per regime
@@ -84,6 +85,9 @@ class CostModelFile:
         for name in ("fitted", "hardware", "model", "settings", "ranges", "accuracy"):
             if not isinstance(values.get(name, {}), dict):
                 raise InputError(f"{source}: {name} must be an object; {REMAKE}")
+        latency_s = values.get("start_latency_s", 0.0)
+        if isinstance(latency_s, bool) or not isinstance(latency_s, (int, float)) or not 0 <= latency_s < np.inf:
+            raise InputError(f"{source}: start_latency_s must be finite seconds >= 0, got {latency_s!r}; {REMAKE}")
         check_keys(f"{source}: ranges", values["ranges"], FEATURES)
         try:
             ranges = {name: (float(low), float(high)) for name, (low, high) in values["ranges"].items()}
@@ -147,6 +151,8 @@ class CostModelFile:
         if self.accuracy:
             lines.append("held-out error (relative):")
             lines += [f"  {regime:8s} {ErrorReport(**row).text()}" for regime, row in self.accuracy.items()]  # type: ignore[arg-type]
+        if self.start_latency_s:
+            lines.append(f"a step with nothing in flight before it takes {self.start_latency_s * 1e3:.2f} ms longer")
         for row in self.comparison:
             kept = "  <- kept" if row.get("form") == self.form else ""
             extreme = row.get("extreme_mape")

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aspire.errors import InputError
-from aspire.scheduler.features import CostModel, Floats, StepFeatures
+from aspire.scheduler.features import CostModel, Floats, StepFeatures, start_latency_of
 from aspire_calibration.cells import REGIMES, regimes_of
 from aspire_calibration.score import ErrorReport, by_regime
 
@@ -56,8 +57,13 @@ class RunValidation:
         return "\n".join(lines)
 
 
-def validate_steps(model: CostModel, features: StepFeatures, observed_s: Floats) -> RunValidation:
-    """Compare ``model.predict(features)`` with the observed seconds; both [steps]; `InputError` for bad ones."""
+def validate_steps(
+    model: CostModel, features: StepFeatures, observed_s: Floats, from_idle: NDArray[np.bool_] | None = None
+) -> RunValidation:
+    """Compare ``model.predict(features)`` with the observed seconds; both [steps]; `InputError` for bad ones.
+
+    ``from_idle`` [steps]: steps that began with nothing in flight, of a run that plans others ahead; None: none.
+    """
     observed = np.asarray(observed_s, dtype=np.float64)
     if observed.ndim != 1 or not len(observed):
         raise InputError(f"validation needs the step times of at least one step, got shape {observed.shape}")
@@ -67,6 +73,8 @@ def validate_steps(model: CostModel, features: StepFeatures, observed_s: Floats)
     if len(bad):
         raise InputError(f"step {bad[0]} has the step time {observed[bad[0]]}; record the run again")
     predicted = model.predict(features)
+    if from_idle is not None:
+        predicted = predicted + start_latency_of(model) * from_idle
     regimes = regimes_of(features)
     total = float(observed.sum())
     share = {name: float(observed[regimes == name].sum()) / total for name in REGIMES if np.any(regimes == name)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from aspire_calibration import LoadedCostModel, PlanLimits, Sample, Samples, cal
 from aspire_calibration.fit import FormScore, choose, extreme_masks, heldout_mask
 from aspire_calibration.forms import FORMS
 from aspire_calibration.variables import INDEX
-from tests.calibration.machine import BUCKETS, HEADER, measured_samples, true_seconds
+from tests.calibration.machine import AHEAD, BUCKETS, HEADER, measured_samples, true_seconds
 
 SAMPLES = measured_samples()
 FILE = calibrate(SAMPLES)
@@ -88,6 +90,32 @@ def test_intervals_hold_the_planted_price():
     assert interval["p5"] <= 6e-9 * 1.002 and interval["p95"] >= 6e-9 * 0.998
     assert interval["p95"] - interval["p5"] < 0.1 * 6e-9
     assert 0 < file.intervals["prediction"]["relative_width_p90"] < 0.05
+
+
+def test_what_steps_from_idle_take_longer_is_measured_and_changes_no_price():
+    started = measured_samples(limits=AHEAD, start_s=1.3e-3, most=200)
+    plain = Samples(HEADER, {sample.cell.key: sample for sample in started.measured})
+    files = [calibrate(samples, forms=["kriging"], bootstrap=0) for samples in (started, plain)]
+    assert files[0].start_latency_s == pytest.approx(1.3e-3, rel=0.05) and files[1].start_latency_s == 0.0
+    assert files[0].fitted.to_json() == files[1].fitted.to_json() and files[0].accuracy == files[1].accuracy
+    assert files[0].ranges == files[1].ranges
+    assert files[0].data["idle_cells"] == 12 and files[0].data["cells"] == 188 and files[0].data["skipped"] == 0
+    quicker = calibrate(measured_samples(limits=AHEAD, start_s=-1e-4, most=100), forms=["kriging"], bootstrap=0)
+    assert quicker.start_latency_s == 0.0, "never less than a step that follows another"
+
+
+def test_where_steps_are_planned_ahead_a_profile_without_idle_starts_says_so():
+    ahead = dataclasses.replace(HEADER, settings={**HEADER.settings, "async_scheduling": True})
+    with_starts = measured_samples(limits=AHEAD, most=100)
+    said = [
+        any("timed from idle" in limit for limit in calibrate(samples, forms=["linear"], bootstrap=0).limits)
+        for samples in (
+            Samples(ahead, with_starts.by_key),
+            Samples(ahead, measured_samples(most=100).by_key),
+            measured_samples(most=100),
+        )
+    ]
+    assert said == [False, True, False]
 
 
 def test_too_few_cells():

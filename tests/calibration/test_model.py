@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aspire.errors import InputError, MismatchError, UsageError
-from aspire.scheduler.features import FEATURES, StepFeatures
-from aspire_calibration import CostModelFile, LoadedCostModel, calibrate, load_cost_model
+from aspire.scheduler.features import FEATURES, StepFeatures, start_latency_of
+from aspire_calibration import CostModelFile, LoadedCostModel, OnlineCostModel, calibrate, load_cost_model
 from aspire_calibration.cells import bucket_array, padded_tokens
 from tests.calibration.machine import BUCKETS, HEADER, measured_samples
 
@@ -124,6 +125,9 @@ def test_file_is_readable_json_with_units(tmp_path):
             "variable",
         ),
         ({"graph_buckets": ["x"]}, InputError, "damaged"),
+        ({"start_latency_s": -1e-3}, InputError, "start_latency_s must be finite seconds >= 0, got -0.001"),
+        ({"start_latency_s": "1 ms"}, InputError, "start_latency_s must be finite"),
+        ({"start_latency_s": True}, InputError, "start_latency_s must be finite"),
     ],
 )
 def test_what_is_not_a_cost_model_is_refused(tmp_path, change, error, message):
@@ -131,6 +135,16 @@ def test_what_is_not_a_cost_model_is_refused(tmp_path, change, error, message):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(error, match=message):
         load_cost_model(path)
+
+
+def test_the_start_latency_is_kept_shown_and_absent_from_older_files(tmp_path):
+    file = replace(FILE, start_latency_s=1.25e-3)
+    path = file.save(tmp_path / "m.json")
+    loaded = load_cost_model(path)
+    assert loaded.start_latency_s == start_latency_of(OnlineCostModel(loaded)) == 1.25e-3
+    assert "nothing in flight before it takes 1.25 ms longer" in loaded.summary_text()
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "start_latency_s"}))
+    assert load_cost_model(path).start_latency_s == 0.0 and "in flight" not in load_cost_model(path).summary_text()
 
 
 def test_missing_parts_and_files(tmp_path):

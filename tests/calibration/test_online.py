@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,15 @@ def test_validation_of_a_run():
     assert result.signed_run_error == pytest.approx(expected) and result.run_error == abs(result.signed_run_error)
     assert sum(result.time_share.values()) == pytest.approx(1.0)
     assert "3 steps: predicted" in result.text() and json.dumps(result.to_json())
+
+
+def test_validation_adds_what_steps_from_idle_take_longer():
+    steps = StepFeatures.from_matrix(np.stack([AR.matrix()] * 3))
+    model = LoadedCostModel(replace(BASE.file, start_latency_s=1e-3))
+    from_idle = np.array([True, False, True])
+    observed = BASE.predict(steps) + 1e-3 * from_idle
+    assert validate_steps(model, steps, observed, from_idle).regimes["all"].max == pytest.approx(0.0, abs=1e-12)
+    assert validate_steps(model, steps, observed).signed_run_error < 0
 
 
 @pytest.mark.parametrize(
