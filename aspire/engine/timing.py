@@ -1,27 +1,30 @@
 """Times synthetic steps for the profiler: real steps of the real engine, on requests whose state is set directly.
 
 The KV pool is filled with random values, so no prefill is paid for. Every repeat goes through the two halves of
-`LLMEngine.step`: scheduling, upload, forward, download and update, as in generation.
+`LLMEngine.step`: scheduling, upload, forward, download and update, as in generation. Steps that start from idle are
+real prompts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from aspire.engine.llm_engine import LLMEngine
-from aspire.errors import CapacityError, EngineError, UsageError
+from aspire.errors import CapacityError, EngineError, InputError, UsageError
 from aspire.sampling_params import SamplingParams
-from aspire.scheduler import PAGE_TOKENS, Action, Policy, PolicyView
+from aspire.scheduler import PAGE_TOKENS, Action, Policy, PolicyView, StepFeatures
 from aspire_calibration import Cell, PlanLimits, RowGroup, SamplesHeader
 
 _FOREVER = 1 << 30
 _WARM_STEPS = 3
 _SAMPLING = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, max_tokens=1, ignore_eos=True, detokenize=False)
+_GOES_ON = replace(_SAMPLING, max_tokens=2)
 
 
 class _Scripted(Policy):
@@ -75,6 +78,7 @@ class StepTimer:
             sparse_min_tokens=selector.min_pages * PAGE_TOKENS,
             select_verify=self._engine.runner.lists.selects,
             max_sparse_tokens=list_tokens,
+            async_scheduling=config.async_scheduling,
         )
 
     def header(self, command: str = "") -> SamplesHeader:
@@ -96,8 +100,8 @@ class StepTimer:
         if cell.rows > engine.scheduler_config.max_num_seqs:
             raise CapacityError(f"{cell.rows} rows are more than max_num_seqs {engine.scheduler_config.max_num_seqs}")
         try:
-            return self._time(self._place(cell))
-        except EngineError as error:
+            return self._time_from_idle(cell) if cell.idle else self._time(self._place(cell))
+        except (EngineError, InputError) as error:
             raise CapacityError(f"the step {cell.key} cannot be timed: {error}") from error
         finally:
             self._clear()
@@ -122,6 +126,37 @@ class StepTimer:
         engine.end_step()
         return seconds
 
+    def _time_from_idle(self, cell: Cell) -> list[float]:
+        """Seconds of the step as the first after idleness, from the beginning of its planning to its end, as the engine
+        books them. With asynchronous scheduling the next step is launched before this one is waited for. The first
+        three repeats compile, capture and warm."""
+        engine, seconds = self._engine, list[float]()
+        self._script(cell)
+        lengths = [group.context_tokens for group in cell.groups for _ in range(group.count)]
+        warm = 0
+        while len(seconds) < self._repeats and sum(seconds) < self._max_seconds:
+            self._clear()
+            for row, length in enumerate(lengths):
+                prompt = self._rng.integers(engine.loaded.config.vocab_size, size=length).tolist()
+                engine.add_request(f"cell-{row}", prompt, _GOES_ON)
+            engine.step()
+            ran = StepFeatures.from_matrix(engine.log.features[0])
+            if (ran.rows, ran.query_tokens) != (cell.rows, cell.query_tokens):
+                raise CapacityError(f"the prompts of {cell.key} do not fit in one step")
+            if warm < _WARM_STEPS:
+                warm += 1
+            else:
+                seconds.append(float(engine.log.duration_s[0]))
+        return seconds
+
+    def _script(self, cell: Cell) -> _Scripted:
+        """The policy in force from now on: every row verifies, and gets a page list where ``cell`` has it."""
+        scheduler = self._engine.scheduler
+        policy = _Scripted(scheduler.config.max_num_seqs, scheduler.policy_spec.num_speculative_tokens)
+        policy.resting = not any(group.select for group in cell.groups)
+        scheduler.policy = policy
+        return policy
+
     def _place(self, cell: Cell) -> dict[str, NDArray[np.int64]]:
         """Requests in the state that the cell describes; returns that state by name, and their ``slot``."""
         engine, scheduler = self._engine, self._engine.scheduler
@@ -130,9 +165,7 @@ class StepTimer:
             raise CapacityError(f"{cell.pages(PAGE_TOKENS)} KV pages do not fit in {usable}")
         if cell.pages(PAGE_TOKENS) + cell.rows > usable:  # no room to spread the rows' ends upwards
             longest = max(group.context_tokens for group in cell.groups)
-        policy = _Scripted(engine.scheduler_config.max_num_seqs, scheduler.policy_spec.num_speculative_tokens)
-        policy.resting = not any(group.select for group in cell.groups)
-        scheduler.policy = policy
+        policy = self._script(cell)
         names = ("slot", "known", "computed", "drafted", "primed")
         columns = {name: np.zeros(cell.rows, dtype=np.int64) for name in names}
         lists = np.zeros((2, engine.scheduler_config.pages_per_slot + 1), dtype=np.int64)
