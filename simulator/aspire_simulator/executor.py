@@ -20,6 +20,7 @@ from aspire.errors import CapacityError, EngineError, InputError, UsageError
 from aspire.rundir import Run
 from aspire.runlog import RequestTable, StepLog, log_step, status_of, table_from_log
 from aspire.scheduler import CostModel, Request, Scheduler, SchedulerConfig, StepPlan
+from aspire.scheduler.features import start_latency_of
 from aspire_simulator.acceptance import AcceptanceModel
 from aspire_simulator.oracle import AnyPolicy, HindsightOracle, OracleSpec
 from aspire_simulator.outcomes import SlotOutcomes
@@ -79,6 +80,8 @@ class Simulation:
         if isinstance(policy, OracleSpec):  # hindsight on a step whose outcome is not applied yet would be a guess
             config = replace(config, async_scheduling=False)
         self._async = config.async_scheduling
+        # without, every step begins with nothing in flight, those that the cost model was made from too
+        self._start_latency_s = start_latency_of(cost_model) if self._async else 0.0
         spec = policy.stand_in() if isinstance(policy, OracleSpec) else policy
         self.scheduler = Scheduler(config, spec, policy_prices or cost_model, on_release=self._released)
         longest = int(workload.output_tokens.max())
@@ -169,7 +172,7 @@ class Simulation:
                 yield self._wake
                 continue
             start_s = env.now
-            seconds = self._seconds(step.plan)
+            seconds = self._seconds(step.plan) + (self._start_latency_s if ahead is None else 0.0)
             ahead = self._plan() if self._async else None
             yield env.timeout(seconds)
             self._finish_step(step, start_s, seconds)

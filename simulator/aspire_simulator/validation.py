@@ -192,7 +192,8 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     if not len(finished):
         raise InputError(f"run {path} finished no request; there is nothing to compare")
     steps = run.steps
-    step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s)
+    from_idle = ~steps.planned_ahead if config.async_scheduling else None
+    step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s, from_idle)
     arrival_s = run.requests.arrival_s[finished] - steps.start_s[0]
     workload, outcomes = _workload(run, finished, arrival_s), _outcomes(run, finished)
     simulated = simulate(workload, policy, model, outcomes, config, policy_prices=prices)

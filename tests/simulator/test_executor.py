@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aspire.errors import UsageError
 from aspire.rundir import Run, read_run, write_run
 from aspire.runlog import DRAFT, VERIFY
-from aspire.scheduler import SchedulerConfig
+from aspire.scheduler import SchedulerConfig, StepFeatures
 from aspire_simulator import executor
 from aspire_simulator.acceptance import BetaEffect, ByPosition, Iid, Markov
 from aspire_simulator.executor import Simulation, may_preempt, simulate
@@ -155,6 +155,47 @@ def test_arrivals_and_concurrency() -> None:
     assert held.requests.arrival_s[-1] > 0
 
 
+class StartCost(LinearCost):
+    """Prices with a latency of steps that begin with nothing in flight."""
+
+    start_latency_s = 5e-3
+
+
+def starts(work: Workload, limits: SchedulerConfig) -> tuple[Run, np.ndarray]:
+    """A run, and the steps that took `StartCost.start_latency_s` longer than they are priced."""
+    run = simulate(work, parse_policy("autoregressive"), StartCost(), Iid(0.9), limits)
+    over_s = run.steps.duration_s - LinearCost().predict(StepFeatures.from_matrix(run.steps.features))
+    charged = np.abs(over_s - StartCost.start_latency_s) < 1e-12
+    assert (charged | (np.abs(over_s) < 1e-12)).all()
+    return run, np.flatnonzero(charged)
+
+
+def test_a_step_that_begins_when_nothing_is_in_flight_takes_the_start_latency_longer() -> None:
+    alone = Workload("alone", np.zeros(1), np.array([100]), np.array([20]))
+    run, charged = starts(alone, config(async_scheduling=True))
+    first_s = float(LinearCost().predict(StepFeatures.from_matrix(run.steps.features[:1]))[0])
+    assert latencies(run.requests, run.steps).ttft_s[0] == pytest.approx(first_s + StartCost.start_latency_s)
+    assert charged.tolist() == [0] and len(run.steps) >= 20
+    _, charged = starts(alone, config())
+    assert not len(charged), "without planning ahead, what the prices were made from began so, too"
+
+
+def test_an_engine_pays_it_once_in_every_idle_period() -> None:
+    # the second request comes while the first runs, the third when all is quiet, the last two at once
+    work = Workload("five", np.array([0.0, 0.01, 5.0, 9.0, 9.0]), np.full(5, 100), np.full(5, 30))
+    run, charged = starts(work, config(async_scheduling=True))
+    np.testing.assert_allclose(run.steps.start_s[charged], [0.0, 5.0, 9.0])
+    assert (~run.steps.planned_ahead).nonzero()[0].tolist() == charged.tolist()
+
+
+def test_a_step_that_could_not_be_planned_ahead_pays_it_too() -> None:
+    # prompts of 100 tokens grow to 300: six of them outgrow 80 pages, and whom to preempt must be known first
+    work = Workload("grow", np.zeros(8), np.full(8, 100), np.full(8, 200))
+    run, charged = starts(work, config(num_pages=80, async_scheduling=True))
+    assert run.requests.preemptions.sum() > 0 and len(charged) > 1
+    assert (~run.steps.planned_ahead).nonzero()[0].tolist() == charged.tolist()
+
+
 def test_noise_keeps_the_mean() -> None:
     quiet, noisy = small_run("autoregressive"), small_run("autoregressive", noise=0.2)
     assert len(quiet.steps) == len(noisy.steps)
@@ -188,15 +229,17 @@ def test_replay_sees_a_drift(tmp_path: Path) -> None:
         replay(again, LinearCost())
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", ["autoregressive", "fixed:g=4", "aspire"])
-def test_validate_a_run_against_itself_and_against_a_wrong_cost_model(tmp_path: Path, policy: str) -> None:
+def test_validate_a_run_against_itself_and_a_wrong_cost_model(tmp_path: Path, policy: str, ahead: bool) -> None:
     from aspire_calibration import LoadedCostModel, analytic_model
 
-    model = LoadedCostModel(analytic_model("h200", "smollm2-135m"))
+    model = LoadedCostModel(replace(analytic_model("h200", "smollm2-135m"), start_latency_s=1.2e-3))
     work = synthetic(24, "uniform:50:300", "uniform:5:80", request_rate=300.0, seed=1)
-    run = simulate(work, parse_policy(policy), model, BetaEffect(6, 2), config())
+    run = simulate(work, parse_policy(policy), model, BetaEffect(6, 2), config(async_scheduling=ahead))
     path = write_run(tmp_path / "run", run)
     check = validate_run(path)
+    assert check.step_times.regimes["all"].max < 1e-6
     assert check.composition.equal_share == 1.0 and check.passed, check.to_dict()
     slow = LinearCost(base=1.0)
     assert not validate_run(path, slow).passed
