@@ -123,6 +123,7 @@ class PageLists:
             "tail_page": self._state.tail_page,
             "max_q_len": bounds.max_q,
             "max_verify_q": bounds.max_verify_q,
+            "mass_at_end": bounds.any_selects and bool(self.mass_index),
         }
         mixed = AttentionBatch(
             **common, sparse=inp.sparse, max_full_kv=bounds.max_full_kv, max_sparse_kv=bounds.max_sparse_kv

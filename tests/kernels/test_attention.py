@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -117,6 +119,36 @@ def test_page_mass(mix: str, device: str) -> None:
     assert relative_error(out, reference(*wide, case.batch, scale=case.scale)) < 1e-5
     full = [r for r, row in enumerate(rows) if row.q_len and row.selected is None]
     assert bool((mass[full].sum(dim=1) >= 1.0 - 1e-5).all()), "the largest head's mass over all pages is at least one"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("verifies", [True, False])
+@pytest.mark.parametrize("per_sm", [1, 4])
+def test_page_mass_at_the_end_of_prompts(per_sm: int, verifies: bool, device: str) -> None:
+    """The last token of a prompt is computed with the verifying rows, or alone where there are none."""
+    rows = [Row(40, 100), Row(1, 133), Row(20, 20), Row(0, 30), Row(3, 70), Row(1, 77, selected=1), Row(33, 300)]
+    chosen = [[39, -1], [0, -1], [-1, -1], [-1, -1], [0, 2], [-1, -1], [32, -1]]
+    if not verifies:
+        kept = [r for r, row in enumerate(rows) if row.q_len > 17 or row.selected is not None]
+        rows, chosen = [rows[r] for r in kept], [chosen[r] for r in kept]
+    case = make_case(rows, kv_heads=2, group=3, head_dim=32, device=device, seed=8)
+    batch = replace(case.batch, mass_at_end=True, max_verify_q=17 if verifies else 0, plan={})
+    mass_rows = torch.tensor(chosen, dtype=torch.int32, device=device)
+    shape = (len(rows), batch.block_table.shape[1])
+    expected, mass = torch.full(shape, -7.0, device=device), torch.full(shape, -7.0, device=device)
+    wide = case.wide()
+    reference(*wide, batch, scale=case.scale, page_mass=expected, mass_rows=mass_rows)
+    out = torch.full_like(case.q, float("nan"))
+    tiles = {
+        VERIFY: Tile(64 if verifies else 16, 16, 4, 3, per_sm=per_sm, min_share=1),
+        PREFILL: Tile(64, 16, 4, 3, per_sm=per_sm, min_share=1),
+    }
+    paged.paged_attention(
+        case.q, case.k_cache, case.v_cache, batch, scale=case.scale, page_mass=mass, mass_rows=mass_rows, out=out,
+        tiles=tiles,
+    )  # fmt: skip
+    assert torch.allclose(mass, expected, atol=2e-6)
+    assert relative_error(out, reference(*wide, batch, scale=case.scale)) < 1e-5
 
 
 @pytest.mark.gpu

@@ -32,6 +32,8 @@ class AttentionBatch:
 
     The ``max_*`` fields are host-known bounds; they decide which launches happen and their shapes, so under a CUDA
     graph they are constants of the graph. A bound of 0 promises that no such row exists (that launch is left out).
+    With ``mass_at_end`` the last query token of a prefill row may be computed apart from the others: these need no mass
+    then, which makes their scores cost nearly half as much again.
     """
 
     row_slot: Tensor  # [rows] slot of each row (any valid slot for padded rows)
@@ -47,6 +49,7 @@ class AttentionBatch:
     max_full_kv: int  # bound of kv_len over full rows; 0 = no full rows
     max_sparse_kv: int = 0  # bound of the tokens that a sparse row reads; 0 = no sparse rows
     max_verify_q: int | None = None  # bound of q_len over full rows that are not prefill; default min(max_q_len, 17)
+    mass_at_end: bool = False  # promise: page mass of prefill rows, where any is taken, is that of their last token
     plan: dict[str, Any] = field(default_factory=dict, repr=False)  # work lists of a back end, see `Backend.prepare`
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ def classes_of(batch: AttentionBatch) -> list[int]:
     present = []
     if batch.has_prefill:
         present.append(PREFILL)
-    if batch.has_full and int(batch.max_verify_q or 0) > 0:
+    if batch.has_full and (int(batch.max_verify_q or 0) > 0 or (batch.has_prefill and batch.mass_at_end)):
         present.append(VERIFY)
     if batch.has_sparse:
         present.append(SPARSE)
@@ -157,7 +157,7 @@ def paged_attention(
         lse = _workspace(q.device, "lse", tokens * heads)
         scores = _workspace(q.device, "scores", batch.rows * 2 * heads * score_pages)
     for plan in plans:
-        mass_here = with_mass and plan.kind != SPARSE
+        mass_here = with_mass and (plan.kind == VERIFY or (plan.kind == PREFILL and not batch.mass_at_end))
         beside = plan is not plans[0]
         _launch_class(
             plan, q, k_cache, v_cache, result, batch, scale, lse, scores, mass_rows, score_pages, mass_here, beside

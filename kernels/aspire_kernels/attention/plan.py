@@ -2,7 +2,8 @@
 replay.
 
 Rows fall into three classes, each with its own launch and tile: *sparse* (draft rows), *verify* (full rows of few query
-tokens: decode and verification) and *prefill*. A *job* is one query tile of a row; its work is counted in KV tiles of
+tokens: decode and verification) and *prefill*; with ``AttentionBatch.mass_at_end`` the last token of a prefill row is a
+row of the verify class. A *job* is one query tile of a row; its work is counted in KV tiles of
 BLOCK_N tokens, for each KV head. All units ``(job, kv head, tile)`` of a class form one line, which is cut into equal
 shares, one per program, wherever the cuts fall. So few long rows and many short ragged ones fill the chip alike. To
 begin an item takes as long as some tiles do; where items are short (the first query tiles of a prompt) these count as
@@ -22,8 +23,8 @@ from aspire_kernels.attention.interface import PAGE_SIZE, AttentionBatch
 from aspire_kernels.attention.tuning import PREFILL, SPARSE, START_UNITS, VERIFY, Tile
 
 DESC = 8
-"""Integers of a job's descriptor: slot, first query token, query tokens, KV tokens, selected pages, tail page, query
-tile, row."""
+"""Integers of a job's descriptor: slot, first query token, query tokens, KV tokens, selected pages (of a full row: its
+query tokens before the job's first), tail page, query tile, row."""
 
 
 # run-time integers wherever the speed allows: a forward of another size needs no new compilation
@@ -51,6 +52,7 @@ def plan_kernel(
     block_n,
     steps,  # of the search: 2^steps > jobs
     KIND: tl.constexpr,
+    PEEL: tl.constexpr,  # the last query token of a prefill row is a job of the verify class
     SPLIT: tl.constexpr,
     START: tl.constexpr,
     GROUP: tl.constexpr,
@@ -84,10 +86,21 @@ def plan_kernel(
             visible = tokens
         else:
             mine = (length > 0) & (is_sparse == 0)
-            mine = mine & (length <= max_verify_q) if KIND == 1 else mine & (length > max_verify_q)
-            mine = mine & (query_tile * block_m < length * GROUP)
             count = tl.zeros_like(length)
             tail = tl.zeros_like(length)
+            prefill = length > max_verify_q
+            if KIND == 1 and PEEL:
+                count = tl.where(prefill, length - 1, 0)
+                start += count
+                length -= count
+            elif KIND == 1:
+                mine = mine & (prefill == 0)
+            else:
+                mine = mine & prefill
+                if PEEL:
+                    length -= 1
+                    tokens -= 1
+            mine = mine & (query_tile * block_m < length * GROUP)
             # the newest query token of this tile decides how far it reads
             last = tl.minimum(length, ((query_tile + 1) * block_m - 1) // GROUP + 1)
             visible = tokens - length + last
@@ -254,6 +267,7 @@ def make_plan(
         tile.block_n,
         max(1, job_bound.bit_length()),
         KIND=kind,
+        PEEL=batch.mass_at_end,
         SPLIT=tile.split,
         START=START_UNITS[kind],
         GROUP=group,

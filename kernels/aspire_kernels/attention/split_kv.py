@@ -98,7 +98,8 @@ def _walk(
 
 @triton.jit
 def _descriptor(desc, job):
-    """Slot, first query token, query tokens, KV tokens, selected pages, tail page, query tile and row of a job."""
+    """Slot, first query token, query tokens, KV tokens, selected pages (of a full row: its query tokens before the
+    job), tail page, query tile and row of a job."""
     d = desc + job * 8
     return (
         tl.load(d).to(tl.int64),
@@ -255,8 +256,8 @@ def attention_kernel(
         score_at = score_ptr + in_head.to(tl.int64)
         score_mask = valid
         if MASS:
-            first_row = tl.load(mass_rows + row * 2)
-            last_row = tl.load(mass_rows + row * 2 + 1)
+            first_row = tl.load(mass_rows + row * 2) - sel_count
+            last_row = tl.load(mass_rows + row * 2 + 1) - sel_count
             which = tl.where(query == first_row, 0, 1)
             score_mask = valid & ((query == first_row) | (query == last_row))
             score_at = score_ptr + ((row * 2 + which) * HEADS + in_head) * score_pages
