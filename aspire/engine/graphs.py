@@ -163,6 +163,8 @@ class GraphCache:
         paths = counters.since(before)
         for path, launches in paths.items():
             counters.count(path, -launches)  # captured, not run
+        for graph in graphs:
+            graph.replay()  # the first replay takes longer: the graph is sent to the device
         return _Captured(graphs, device_input, packed, ends, paths)
 
     def _record(self, device_input: StepInput, bounds: StepBounds) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
