@@ -44,6 +44,11 @@ def features_of_rows(
     if drafts + prefills < rows:
         verifying = query if prompts is None else query[~(drafting | prompts)]
         width = 1 if tokens == rows else int(np.maximum.reduce(verifying))  # a draft row has one query token
+    prompt_tokens, pairs = 0, 0.0
+    if prompts is not None:
+        chunks = query * prompts
+        prompt_tokens = int(np.add.reduce(chunks))
+        pairs = 0.5 * (int(chunks @ (start + context)) + prompt_tokens)  # the sum of `causal_pairs`
     choosing = choosing_kv = 0
     if selecting is True:
         choosing, choosing_kv = rows - drafts, full
@@ -57,8 +62,8 @@ def features_of_rows(
         rows - drafts - prefills,
         (1.0 - full_layer_share) * sparse,
         full + draft_full,
-        0.0 if prompts is None else float(query @ prompts),
-        0.0 if prompts is None else float((query * context) @ prompts),
+        prompt_tokens,
+        pairs,
         select_layer_share * choosing_kv + draft_full,
         choosing + (drafts if full_layer_share else 0),
         width,

@@ -27,7 +27,7 @@ class StepFeatures:
     sparse_kv_tokens: Floats  # sum over drafting rows of the tokens they read
     full_kv_tokens: Floats  # sum over verifying and prefill rows of their context
     prefill_tokens: Floats
-    prefill_qkv: Floats  # sum over prefill rows of query tokens x context: attention compute of prefill
+    prefill_pairs: Floats  # sum over prefill rows of the (query, key) pairs of causal attention: `causal_pairs`
     select_kv_tokens: Floats  # context of rows whose page mass is computed in this step
     select_rows: Floats
     # largest of any row; 0 = not known, the mean of the rows stands for it
@@ -100,6 +100,18 @@ FEATURES: tuple[str, ...] = tuple(field.name for field in fields(StepFeatures))
 _PLACE = {name: index for index, name in enumerate(FEATURES)}
 MAXIMA = slice(_PLACE["verify_width"], None)
 """Places of the features that are a maximum over rows: those of joined work are not summed."""
+
+
+def causal_pairs(query_tokens: Any, context_tokens: Any) -> Any:
+    """(query, key) pairs of causal attention: the last of ``query_tokens`` sees ``context_tokens``, itself included,
+    each one before it one token less. Whole numbers or integer arrays."""
+    return query_tokens * context_tokens - query_tokens * (query_tokens - 1) // 2
+
+
+def prefill_context(rows: Floats, prefill_tokens: Floats, prefill_pairs: Floats) -> Floats:
+    """KV tokens of the context of ``rows`` prefill rows, summed: exact where rows are equally long, else each weighs
+    as its query tokens do; 0 without prefill rows."""
+    return np.asarray(rows * prefill_pairs / np.maximum(prefill_tokens, 1.0) + 0.5 * (prefill_tokens - rows))
 
 
 class CostModel(Protocol):

@@ -214,7 +214,6 @@ BOUND = {
     "padded_tokens": "compute",
     "verify_extra_qkv": "compute",
     "prefill_tokens": "compute",
-    "prefill_qkv": "compute",
     "prefill_pairs": "compute",
 }
 

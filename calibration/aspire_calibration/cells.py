@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import InputError, UsageError, check_choice, check_keys
-from aspire.scheduler.features import Floats, StepFeatures
+from aspire.scheduler.features import Floats, StepFeatures, causal_pairs
 
 KINDS = ("verify", "draft", "prefill")
 REGIMES = ("ar", "draft", "verify", "mixed", "prefill")
@@ -133,7 +133,7 @@ class Cell:
                 total["verify_width"] = max(total["verify_width"], group.query_tokens)
             if group.kind == "prefill":
                 total["prefill_tokens"] += group.count * group.query_tokens
-                total["prefill_qkv"] += group.query_tokens * context
+                total["prefill_pairs"] += group.count * causal_pairs(group.query_tokens, group.context_tokens)
             if group.select:
                 total["select_kv_tokens"] += select_layer_share * context
                 total["select_rows"] += group.count

@@ -94,7 +94,7 @@ def linear_terms(features: Floats) -> list[Ramp]:
         "full_kv_tokens",
         "verify_extra_qkv",
         "prefill_tokens",
-        "prefill_qkv",
+        "prefill_pairs",
         "select_kv_tokens",
         "select_rows",
     )

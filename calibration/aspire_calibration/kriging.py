@@ -213,6 +213,6 @@ def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, fl
 
 def base_terms(features: Floats) -> list[Ramp]:
     """A price for each sum of features that occurs: quick to evaluate, monotone."""
-    told_twice = {"query_tokens", "full_rows", "kv_tokens", "prefill_qkv", *FEATURES[MAXIMA]}
-    names = [*(name for name in SUMS if name not in told_twice), "prefill_pairs"]
+    told_twice = {"query_tokens", "full_rows", "kv_tokens", *FEATURES[MAXIMA]}
+    names = [name for name in SUMS if name not in told_twice]
     return [Ramp("one"), *(Ramp(name) for name in names if np.any(variable_rows(features, [name])))]

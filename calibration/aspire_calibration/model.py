@@ -88,7 +88,8 @@ class CostModelFile:
         latency_s = values.get("start_latency_s", 0.0)
         if isinstance(latency_s, bool) or not isinstance(latency_s, (int, float)) or not 0 <= latency_s < np.inf:
             raise InputError(f"{source}: start_latency_s must be finite seconds >= 0, got {latency_s!r}; {REMAKE}")
-        check_keys(f"{source}: ranges", values["ranges"], FEATURES)
+        if unknown := [name for name in values["ranges"] if name not in FEATURES]:
+            raise InputError(f"{source} is of features that steps do not have: {', '.join(unknown)}; {REMAKE}")
         try:
             ranges = {name: (float(low), float(high)) for name, (low, high) in values["ranges"].items()}
             fitted = fitted_from_json(values["fitted"])

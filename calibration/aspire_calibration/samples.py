@@ -158,10 +158,8 @@ class Sample:
         }
         if self.skipped:
             return {**head, "skipped": self.skipped, "took_s": self.took_s}
-        features = {name: float(getattr(self.features, name)) for name in FEATURES}
         return {
             **head,
-            "features": features,
             "median_s": self.median_s,
             "spread": self.spread,
             "repeats_s": list(self.repeats_s),
@@ -171,18 +169,16 @@ class Sample:
 
     @classmethod
     def from_json(cls, data: Any, header: SamplesHeader) -> Sample:
-        """Inverse of `to_json`; features that the line lacks are derived from the cell."""
+        """Inverse of `to_json`; the features are those of the cell, whatever earlier releases wrote beside it."""
         flags = {name: bool(data.get(name, False)) for name in ("heldout", "idle")}
         cell = Cell.from_json(data["cell"], **flags)
-        derived = {name: float(getattr(header.features_of(cell), name)) for name in FEATURES}
-        features = StepFeatures.of(**{**derived, **data.get("features", {})})
         repeats = tuple(float(value) for value in data.get("repeats_s", ()))
         if not repeats and "skipped" not in data:
             raise ValueError("no repeats_s")
         if not all(np.isfinite(value) and value > 0 for value in repeats):
             raise ValueError("repeats_s must be positive and finite")
         skipped, took_s = str(data.get("skipped", "")), float(data.get("took_s", 0.0))
-        return cls(cell, features, repeats, skipped, took_s, int(data.get("visits", 1)))
+        return cls(cell, header.features_of(cell), repeats, skipped, took_s, int(data.get("visits", 1)))
 
 
 def relative_spread(repeats_s: Sequence[float]) -> float:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from aspire.scheduler.features import FEATURES, Floats
+from aspire.scheduler.features import FEATURES, Floats, prefill_context
 from aspire.scheduler.once import once
 
 INDEX = {name: position for position, name in enumerate(FEATURES)}
 ROWS, QUERY, DRAFT_ROWS, VERIFY_ROWS = (INDEX[n] for n in ("rows", "query_tokens", "draft_rows", "verify_rows"))
-PREFILL, PREFILL_QKV = INDEX["prefill_tokens"], INDEX["prefill_qkv"]
+PREFILL, PREFILL_PAIRS = INDEX["prefill_tokens"], INDEX["prefill_pairs"]
 FULL_KV, SELECT_KV, SELECT_ROWS = (INDEX[n] for n in ("full_kv_tokens", "select_kv_tokens", "select_rows"))
 VERIFY_WIDTH, LONGEST_FULL, LONGEST_SPARSE = (
     INDEX[n] for n in ("verify_width", "longest_full_kv", "longest_sparse_kv")
@@ -34,7 +34,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "sparse_kv_tokens": ("token", "KV tokens read by drafting rows, summed"),
     "full_kv_tokens": ("token", "context of verifying and prefill rows, summed"),
     "prefill_tokens": ("token", "query tokens of prefill rows"),
-    "prefill_qkv": ("token^2", "query tokens x context of prefill rows, summed"),
+    "prefill_pairs": ("token^2", "(query, key) pairs that causal attention of prefill rows computes, summed"),
     "select_kv_tokens": ("token", "context of rows whose page mass is computed"),
     "select_rows": ("row", "rows whose page mass is computed"),
     "padded_rows": (
@@ -64,7 +64,6 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "widest_verify": ("token", "verify_width, or where it is not told the mean query tokens of verifying rows"),
     "wide_kv_tokens": ("token", "verify_kv_tokens in steps where some row verifies drafts, else 0"),
     "widest_kv_tokens": ("token", "verify_kv_tokens in steps where some row verifies more than 8 drafts, else 0"),
-    "prefill_pairs": ("token^2", "query-key pairs of causal prefill: prefill_qkv - prefill_tokens^2 / (2 rows)"),
 }
 
 
@@ -113,10 +112,9 @@ class _Derived:
         f = self.f
         if not np.count_nonzero(f[PREFILL]):
             return np.asarray(f[FULL_KV])
-        # The context of prefill rows is no feature of its own: their mean context weighted by query tokens stands for
-        # it.
+        # the context of prefill rows is no feature of its own
         prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
-        prefill_kv = prefill_rows * f[PREFILL_QKV] / np.maximum(f[PREFILL], 1.0)
+        prefill_kv = prefill_context(prefill_rows, f[PREFILL], f[PREFILL_PAIRS])
         return np.asarray(np.maximum(f[FULL_KV] - prefill_kv, 0.0) * (f[VERIFY_ROWS] > 0))
 
     @once
@@ -157,16 +155,6 @@ class _Derived:
         prompts = self.f[PREFILL]
         return np.asarray(prompts == 0, dtype=np.float64) if np.count_nonzero(prompts) else 1.0
 
-    @property
-    def prefill_pairs(self) -> Floats | float:
-        """Exact where the prefill rows of a step are equally long, as they are in a step with one."""
-        f = self.f
-        if not np.count_nonzero(f[PREFILL]):
-            return 0.0
-        prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
-        within = 0.5 * f[PREFILL] ** 2 / np.maximum(prefill_rows, 1.0)
-        return np.asarray(np.maximum(f[PREFILL_QKV] - within, 0.0))
-
 
 def _spread(longest: Floats, total: Floats, rows: Floats) -> Floats:
     """[steps]: longest over mean, less 1."""
@@ -190,5 +178,4 @@ DERIVED: dict[str, Callable[[_Derived], Floats | float]] = {
     "widest_verify": lambda d: d.widest_verify,
     "wide_kv_tokens": lambda d: d.verify_kv_tokens * (d.widest_verify > 1),
     "widest_kv_tokens": lambda d: d.verify_kv_tokens * (d.widest_verify > 9),
-    "prefill_pairs": lambda d: d.prefill_pairs,
 }

@@ -43,7 +43,7 @@ def true_seconds(f: StepFeatures) -> Floats:
     gemm_s = np.maximum(270e6 / 4.0e12, f.padded_tokens * 2 * 135e6 / 400e12)
     gemm_s = gemm_s + np.ceil(f.padded_tokens / 64) * 3e-6
     logits = f.query_tokens - f.prefill_tokens
-    prefill_s = f.prefill_qkv * 4 * 30 * 9 * 64 / 300e12
+    prefill_s = f.prefill_pairs * 4 * 30 * 9 * 64 / 300e12
     select_s = np.where(f.select_rows > 0, 40e-6, 0.0) + f.select_kv_tokens * 0.4e-9
     attention = attention_s(f.full_kv_tokens, f.rows - f.draft_rows) + attention_s(f.sparse_kv_tokens, f.draft_rows)
     return 700e-6 + gemm_s + attention + logits * 0.8e-6 + prefill_s + select_s

@@ -167,7 +167,7 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
         sparse_kv_tokens=1536,
         full_kv_tokens=4300,
         prefill_tokens=100,
-        prefill_qkv=30000,
+        prefill_pairs=30000 - 100 * 99 / 2,
         select_kv_tokens=4000,
         select_rows=2,
     )
@@ -193,7 +193,6 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
         "widest_verify": 5,
         "wide_kv_tokens": 4000,
         "widest_kv_tokens": 0,
-        "prefill_pairs": 30000 - 100**2 / 2,
     }
     told = StepFeatures.of(**{**{name: getattr(step, name) for name in INDEX}, "verify_width": 9.0}).matrix()[:, None]
     assert variable_rows(told, ["widest_verify"])[0, 0] == 9
@@ -328,10 +327,10 @@ def test_rows_of_unlike_contexts_are_told_from_rows_of_their_mean() -> None:
 def test_prefill_takes_the_larger_of_host_and_device() -> None:
     chunk, rows = np.geomspace(64, 8192, 60), np.ones(60)
     context = np.resize([1.0, 2.0, 4.0], 60) * chunk
+    pairs = chunk * (context - (chunk - 1) / 2)
     step = StepFeatures.of(
-        rows=rows, query_tokens=chunk, prefill_tokens=chunk, full_kv_tokens=context, prefill_qkv=chunk * context
+        rows=rows, query_tokens=chunk, prefill_tokens=chunk, full_kv_tokens=context, prefill_pairs=pairs
     )
-    pairs = chunk * (context - chunk / 2)
     seconds = np.maximum(1.5e-2, 1e-3 + 2e-5 * chunk + 1e-10 * pairs)
     assert 0.2 < (seconds == 1.5e-2).mean() < 0.9
     fitted = FORMS["launches"].fit(step.columns(), seconds, None)

@@ -116,7 +116,7 @@ def test_file_is_readable_json_with_units(tmp_path):
         ({"version": 2}, InputError, "has version 2, this release reads 1"),
         ({"hardwear": {}}, UsageError, r"no key 'hardwear' \(did you mean 'hardware'\?\)"),
         ({"kind": "guessed"}, UsageError, "kind of cost model 'guessed' is not known"),
-        ({"ranges": {"row": [0, 1]}}, UsageError, "no key 'row'"),
+        ({"ranges": {"prefill_qkv": [0, 1]}}, InputError, "that steps do not have: prefill_qkv; make it again"),
         ({"ranges": {"rows": 3}}, InputError, "damaged"),
         ({"fitted": 3}, InputError, "fitted must be an object"),
         (

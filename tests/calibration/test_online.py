@@ -96,7 +96,7 @@ def test_many_steps_at_once_equal_one_by_one():
 
 def test_shares_and_bad_times():
     mixed = StepFeatures.of(
-        rows=4, query_tokens=4 + 100, draft_rows=1, verify_rows=2, prefill_tokens=100, prefill_qkv=1e4
+        rows=4, query_tokens=4 + 100, draft_rows=1, verify_rows=2, prefill_tokens=100, prefill_pairs=1e4
     )
     assert shares_of(mixed).sum() == pytest.approx(1.0) and shares_of(StepFeatures.zeros()).sum() == 0.0
     assert shares_of(AR) == pytest.approx([1, 0, 0, 0]) and shares_of(VERIFY) == pytest.approx([0, 0, 1, 0])

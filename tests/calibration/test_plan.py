@@ -86,7 +86,7 @@ def test_features_of_a_mixed_step():
         "sparse_kv_tokens": 1536,
         "full_kv_tokens": 4300,
         "prefill_tokens": 100,
-        "prefill_qkv": 30000,
+        "prefill_pairs": 30000 - 100 * 99 / 2,
         "select_kv_tokens": 4000,
         "select_rows": 2,
         "verify_width": 5,
@@ -94,6 +94,12 @@ def test_features_of_a_mixed_step():
         "longest_sparse_kv": 512,
     }
     assert {name: float(getattr(f, name)) for name in FEATURES} == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=4))
+def test_prefill_pairs_are_counted_token_by_token_however_unlike_the_prompts(chunks):
+    cell = mixed(ar(2, 500), *(prefill(chunk, start + chunk) for chunk, start in chunks))
+    assert cell.features().prefill_pairs == sum(sum(range(start + 1, start + chunk + 1)) for chunk, start in chunks)
 
 
 def test_features_are_those_of_the_scheduler_under_refresh_and_shared_lists():

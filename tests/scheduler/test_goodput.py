@@ -106,7 +106,7 @@ def test_prices_of_a_linear_model_are_exact(
 def test_a_batch_is_priced_in_two_calls_with_the_numbers_of_many() -> None:
     """The curve over draft lengths and the chords around its best, asked for one by one."""
     model = LoadedCostModel(analytic_model("h200", "smollm2-135m", graph_buckets=(64, 128, 192, 256)), warn=print)
-    chunk = StepFeatures.of(rows=1.0, query_tokens=300.0, prefill_tokens=300.0, prefill_qkv=3e5)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=300.0, prefill_tokens=300.0, prefill_pairs=3e5)
     view = view_of([3000] * 24 + [5000] * 24, [512] * 48, model, select_layer_share=1.0, other=chunk)
     asked: list[Any] = []
 
@@ -143,7 +143,7 @@ def test_a_batch_is_priced_in_two_calls_with_the_numbers_of_many() -> None:
 
 def test_prompts_in_the_step_are_not_charged_to_the_drafts() -> None:
     model = LinearCost(base=1e-3, token=1e-6, kv=1e-7, prefill=1e-9)
-    chunk = StepFeatures.of(rows=1.0, query_tokens=4000.0, prefill_tokens=4000.0, prefill_qkv=8e6)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=4000.0, prefill_tokens=4000.0, prefill_pairs=8e6)
     alone = view_of([4000] * 8, [512] * 8, model)
     beside = replace(alone, other=chunk)
     acceptance = np.full((8, 16), 0.9)

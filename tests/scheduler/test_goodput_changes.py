@@ -37,7 +37,7 @@ def test_a_batch_that_changes_all_the_time_is_priced_now_and_then() -> None:
             return super().marginal(base, added)
 
     policy, model = built(64), Counted(base=1e-4, token=1e-6, kv=1e-7)
-    chunk = StepFeatures.of(rows=1.0, query_tokens=900.0, prefill_tokens=900.0, prefill_qkv=4e5)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=900.0, prefill_tokens=900.0, prefill_pairs=4e5)
     for step in range(320):
         count = 40 + step % 5
         other = chunk if step % 4 == 0 else StepFeatures.zeros()
@@ -52,7 +52,7 @@ def test_a_batch_that_changes_all_the_time_is_priced_now_and_then() -> None:
 
 def test_no_round_begins_in_a_time_of_prompts_but_an_interruption_changes_nothing() -> None:
     model = LinearCost(base=1e-3, token=1e-6, kv=2e-8)
-    chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_qkv=2e6)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_pairs=2e6)
     view = view_of([8000] * 32, [512] * 32, model)
     policy, drafted, drew = built(32), np.zeros(32, dtype=np.int64), []
     prompts = [step % 10 == 9 or 100 <= step < 140 for step in range(160)]
@@ -84,7 +84,7 @@ def test_a_few_that_are_left_of_many_go_on_drafting() -> None:
 
 def test_a_batch_at_rest_counts_the_prompts_that_come_meanwhile() -> None:
     """The rest ends in a time of prompts, and drafts would pay: none is made before the prompts are done."""
-    chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_qkv=2e6)
+    chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_pairs=2e6)
     policy, dear, cheap = built(32), LinearCost(base=1e-3), LinearCost(base=1e-3, token=1e-6, kv=2e-8)
     assert (policy.plan(view_of([200] * 32, [200] * 32, dear)) != DRAFT).all() and policy.rests(32)
     view = view_of([8000] * 32, [512] * 32, cheap)

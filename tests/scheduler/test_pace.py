@@ -23,7 +23,7 @@ def step(drafted: int, *, verifies: bool, seconds: float = np.nan, prompt: float
         full_kv_tokens=rows * 4000.0 if verifies else 0.0,
         sparse_kv_tokens=0.0 if verifies else rows * 512.0,
         prefill_tokens=prompt,
-        prefill_qkv=prompt * prompt,
+        prefill_pairs=prompt * (prompt + 1) / 2,
     )
     return Feedback(
         slots=np.arange(ROWS),

@@ -27,7 +27,7 @@ class LinearCost:
 
     def __init__(self, base: float = 1e-3, token: float = 2e-6, kv: float = 2e-9, prefill: float = 1e-10) -> None:
         weights = dict.fromkeys(FEATURES, 0.0)
-        weights |= {"padded_tokens": token, "sparse_kv_tokens": kv, "full_kv_tokens": kv, "prefill_qkv": prefill}
+        weights |= {"padded_tokens": token, "sparse_kv_tokens": kv, "full_kv_tokens": kv, "prefill_pairs": prefill}
         self.base = base
         self.weights = np.array([weights[name] for name in FEATURES])
 

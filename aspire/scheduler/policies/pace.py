@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aspire.scheduler.features import FEATURES, CostModel, StepFeatures
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures, prefill_context
 from aspire.scheduler.policies.base import Feedback, Floats
 from aspire.scheduler.policies.prices import EMPTY
 from aspire.scheduler.survival import RateTracker
 
-_ROWS, _QUERY, _SELECT_ROWS, _DRAFT_ROWS, _VERIFY_ROWS, _FULL_KV, _PREFILL, _PREFILL_QKV = map(
+_ROWS, _QUERY, _SELECT_ROWS, _DRAFT_ROWS, _VERIFY_ROWS, _FULL_KV, _PREFILL, _PREFILL_PAIRS = map(
     FEATURES.index,
     (
         "rows",
@@ -22,7 +22,7 @@ _ROWS, _QUERY, _SELECT_ROWS, _DRAFT_ROWS, _VERIFY_ROWS, _FULL_KV, _PREFILL, _PRE
         "verify_rows",
         "full_kv_tokens",
         "prefill_tokens",
-        "prefill_qkv",
+        "prefill_pairs",
     ),
 )
 _PRIOR_TOKENS = 16.0  # of each request, that what is assumed at the start counts for
@@ -184,9 +184,9 @@ def _without_prefill(columns: Floats) -> StepFeatures:
     """The decoding rows of steps [len(FEATURES), steps]; contexts of prefill rows are taken at their mean."""
     columns = columns.copy()
     tokens, rows = columns[_PREFILL], columns[_DRAFT_ROWS] + columns[_VERIFY_ROWS]
-    context = columns[_PREFILL_QKV] / np.maximum(tokens, 1.0) * (columns[_ROWS] - rows)
+    context = prefill_context(columns[_ROWS] - rows, tokens, columns[_PREFILL_PAIRS])
     columns[_ROWS] = rows
     columns[_QUERY] -= tokens
     columns[_FULL_KV] = np.maximum(columns[_FULL_KV] - context, 0.0)
-    columns[[_PREFILL, _PREFILL_QKV]] = 0.0
+    columns[[_PREFILL, _PREFILL_PAIRS]] = 0.0
     return StepFeatures.from_columns(columns)
