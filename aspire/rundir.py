@@ -29,11 +29,12 @@ import numpy as np
 
 from aspire.errors import InputError
 from aspire.fileio import open_atomic, read_json, write_json_atomic
-from aspire.runlog import MODES, OLD_REQUEST_COLUMNS, REQUEST_COLUMNS, ROW_COLUMNS, RequestTable, StepLog
+from aspire.runlog import MODES, OLD_REQUEST_COLUMNS, PREFILL, REQUEST_COLUMNS, ROW_COLUMNS, RequestTable, StepLog
 from aspire.runtrace import write_trace
-from aspire.scheduler.features import FEATURES
+from aspire.scheduler.features import FEATURES, causal_pairs
 
 STEPS_FORMAT = "aspire-steps/1"
+_PREFILL_PAIRS = FEATURES.index("prefill_pairs")
 FILES = ("config.json", "meta.json", "requests.csv", "steps.jsonl.gz", "summary.json", "trace.json", "report.html")
 
 
@@ -200,6 +201,11 @@ def _read_steps(path: Path) -> StepLog:
             header = json.loads(stream.readline())
             if header.get("format") != STEPS_FORMAT:
                 raise InputError(f"{path} is not in the format {STEPS_FORMAT}; record the run again with this version")
+            if "prefill_pairs" not in header["features"] and not header["columns"]:
+                raise InputError(
+                    f"{path} was written without rows by an earlier release, so the attention of its prompts is not "
+                    "known; record the run again"
+                )
             renumber = [header["features"].index(name) if name in header["features"] else -1 for name in FEATURES]
             for line in stream:
                 _append_line(steps, json.loads(line), renumber)
@@ -215,9 +221,18 @@ def _read_steps(path: Path) -> StepLog:
 def _append_line(steps: StepLog, line: Mapping[str, Any], renumber: Sequence[int]) -> None:
     features = [line["features"][index] if index >= 0 else 0.0 for index in renumber]
     rows = {name: np.asarray(line.get(name, ()), dtype=np.int32) for name in ROW_COLUMNS}
+    if renumber[_PREFILL_PAIRS] < 0:
+        features[_PREFILL_PAIRS] = _prefill_pairs(rows)
     margin = np.full(len(rows["slot"]), np.nan, dtype=np.float32)
     margin[np.asarray(line.get("margin_row", ()), dtype=np.int64)] = line.get("margin", ())
     steps.append(line["start_s"], line["duration_s"], features, margin=margin, planned_s=line.get("planned_s"), **rows)
+
+
+def _prefill_pairs(rows: Mapping[str, Any]) -> float:
+    """The feature ``prefill_pairs`` of a step that was recorded before it was one, from the rows of the step."""
+    prompts = rows["mode"] == PREFILL
+    query = rows["query_tokens"][prompts].astype(np.int64)
+    return float(np.sum(causal_pairs(query, rows["context"][prompts] + query)))
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from aspire.errors import InputError
 from aspire.rundir import Run, directory_atomic, read_run, write_run
-from aspire.runlog import ROW_COLUMNS, RequestTable, StepLog
+from aspire.runlog import PREFILL, ROW_COLUMNS, RequestTable, StepLog
+from aspire.scheduler.features import FEATURES
 from aspire_simulator.traces import detect_format
 from tests.simulator.helpers import random_run
 
@@ -101,3 +102,35 @@ def test_earlier_recordings_are_read_as_runs_and_as_traces(tmp_path: Path) -> No
     again = read_run(folder).requests
     assert np.array_equal(again.queued_s, again.arrival_s)
     assert detect_format(folder) == "run"
+
+
+def as_before_prefill_pairs(folder: Path) -> None:
+    """Rewrites the steps of a run as releases did whose features told the attention of prompts in another way."""
+    file = folder / "steps.jsonl.gz"
+    header, *lines = (json.loads(line) for line in gzip.decompress(file.read_bytes()).decode().splitlines())
+    header["features"][FEATURES.index("prefill_pairs")] = "prefill_qkv"
+    file.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in [header, *lines]).encode()))
+
+
+def test_attention_of_prompts_is_counted_again_from_the_rows_of_earlier_recordings(tmp_path: Path) -> None:
+    run = random_run(np.random.default_rng(5), 30)
+    folder = write_run(tmp_path / "run", run)
+    as_before_prefill_pairs(folder)
+    steps, place = read_run(folder).steps, FEATURES.index("prefill_pairs")
+    for step in range(len(steps)):
+        rows = run.steps.rows_of(step)
+        mode, query, context = (run.steps.column(name)[rows] for name in ("mode", "query_tokens", "context"))
+        seen = [
+            start + token + 1
+            for start, tokens, of in zip(context.tolist(), query.tolist(), mode.tolist(), strict=True)
+            for token in range(tokens)
+            if of == PREFILL
+        ]
+        assert steps.features[step, place] == sum(seen)
+    others = [index for index in range(len(FEATURES)) if index != place]
+    assert (steps.features[:, others] == run.steps.features[:, others]).all()
+    write_run(folder, run, rows=False)
+    assert (read_run(folder).steps.features == run.steps.features).all()
+    as_before_prefill_pairs(folder)
+    with pytest.raises(InputError, match="without rows by an earlier release.*record the run again"):
+        read_run(folder)
