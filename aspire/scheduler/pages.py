@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import CapacityError
-from aspire.scheduler.prefix_cache import PrefixCache
+from aspire.scheduler.prefix_cache import Name, PrefixCache
 
 Ints = NDArray[np.int64]
 
@@ -88,24 +88,25 @@ class PageTable:
         entries = np.empty((count, 3), dtype=np.int64)
         if count:
             physical = np.array(pages, dtype=np.int32)
-            self.prefixes.revive(pages)
+            self.prefixes.revive(physical)
             self.owners[physical] += 1
             self.table[slot, :count] = physical
             self.held[slot] = count
             entries[:, 0], entries[:, 1], entries[:, 2] = slot, np.arange(count), physical
         return entries
 
-    def publish(self, slot: int, names: Sequence[int], pages: int) -> None:
+    def publish(self, slot: int, names: Sequence[Name], pages: int) -> None:
         """The first ``pages`` pages of ``slot`` are full, committed and never written again: ``names`` find them."""
         count = min(pages, len(names), int(self.held[slot]))
-        unnamed = np.flatnonzero(~self.prefixes.named[self.table[slot, :count]])
-        if len(unnamed):
-            first = int(unnamed[0])
-            self.prefixes.name(self.table[slot, first:count].tolist(), names[first:count])
+        own = self.table[slot, :count]
+        named = self.prefixes.named[own]
+        if np.count_nonzero(named) < count:
+            first = int(named.argmin())
+            self.prefixes.name(own[first:], names[first:count])
 
     def forget(self, slot: int) -> None:
         """The content of the pages of ``slot`` is not to be trusted: nobody shall find them."""
-        self.prefixes.forget(self.table[slot, : self.held[slot]].tolist())
+        self.prefixes.forget(self.table[slot, : self.held[slot]])
 
     def forget_all(self) -> None:
         """No page shall be found by its content any more."""
@@ -125,15 +126,11 @@ class PageTable:
                 self._push(last[::-1])
                 return
         for slot, keep in zip(slots.tolist(), pages.tolist(), strict=True):
-            held = int(self.held[slot])
-            if held > keep:
-                self._drop(self.table[slot, keep:held])
-                self.table[slot, keep:held] = 0
-                self.held[slot] = keep
+            self._cut(slot, keep)
 
     def release(self, slot: int) -> None:
         """Free all pages of ``slot``."""
-        self.shrink(np.array([slot]), np.array([0]))
+        self._cut(slot, 0)
 
     def _take(self, count: int) -> NDArray[np.int32]:
         if count > self._num_free:
@@ -143,18 +140,26 @@ class PageTable:
         self.owners[taken] = 1
         return taken
 
-    def _drop(self, physical: NDArray[np.int32]) -> None:
-        """A slot lets go of ``physical``, in the order of its pages."""
-        self.owners[physical] -= 1
-        free = physical[self.owners[physical] == 0]
+    def _cut(self, slot: int, keep: int) -> None:
+        """``slot`` lets go of its pages after the first ``keep``."""
+        held = int(self.held[slot])
+        if held <= keep:
+            return
+        free = self.table[slot, keep:held].copy()
+        self.table[slot, keep:held] = 0
+        self.held[slot] = keep
+        self.owners[free] -= 1
+        shared = self.owners[free]
+        if np.count_nonzero(shared):
+            free = free[shared == 0]
         named = self.prefixes.named[free]
-        if named.any():
+        if count := np.count_nonzero(named):
             # the last pages of a prefix are taken first: without its first ones the others cannot be found
-            self.prefixes.retire(free[named][::-1].tolist())
+            self.prefixes.retire((free if count == len(free) else free[named])[::-1])
             free = free[~named]
         self._push(free)
 
-    def _push(self, physical: Sequence[int] | NDArray[np.int32]) -> None:
+    def _push(self, physical: NDArray[np.int32]) -> None:
         count = len(physical)
         self._free[self._num_free : self._num_free + count] = physical[::-1]
         self._num_free += count

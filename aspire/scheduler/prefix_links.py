@@ -10,17 +10,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from aspire.scheduler.prefix_cache import Name
 from aspire.scheduler.selector_spec import PAGE_TOKENS
 
 Ints = NDArray[np.int64]
 
 
-def shared_prefixes(names: Sequence[Sequence[int]], block_tokens: int = PAGE_TOKENS) -> tuple[Ints, Ints]:
+def shared_prefixes(names: Sequence[Sequence[Name]], block_tokens: int = PAGE_TOKENS) -> tuple[Ints, Ints]:
     """``(prefix_of, prefix_tokens)`` [requests] of the chained names of each request's blocks.
 
     ``prefix_of`` is the first request with the longest equal prefix, -1 if none has an equal first block.
     """
-    owner: dict[int, int] = {}
+    owner: dict[Name, int] = {}
     prefix_of = np.full(len(names), -1, dtype=np.int64)
     blocks = np.zeros(len(names), dtype=np.int64)
     for index, chain in enumerate(names):

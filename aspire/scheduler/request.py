@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from aspire.scheduler.prefix_cache import Name
+
 
 class RequestState(Enum):
     """Life of a request. Every request is in exactly one state; FINISHED and REJECTED are final."""
@@ -39,7 +41,7 @@ class Request:
     max_tokens: int
     arrival_s: float = 0.0
     priority: int = 0  # smaller runs first, as in vLLM
-    page_hashes: Sequence[int] = ()
+    page_hashes: Sequence[Name] = ()
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason = FinishReason.NONE
     generated: int = 0  # committed output tokens

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aspire.scheduler.pages import PageTable
-from aspire.scheduler.prefix_cache import page_hashes
+from aspire.scheduler.prefix_cache import PrefixCache, page_hashes
 
 SLOTS, WIDTH = 4, 5
 TOKENS = st.lists(st.integers(0, 3), max_size=70)
@@ -153,3 +153,24 @@ def test_promises_are_kept_or_withdrawn(delivered: int) -> None:
     assert [prefixes.promised_by(name) for name in (1, 2, 3)] == [None, None, 1]
     prefixes.withdraw(1)
     assert prefixes.promised_by(3) is None
+
+
+@given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True), max_size=12))
+def test_a_page_and_a_name_belong_to_each_other_whatever_was_named_before(runs: list[list[int]]) -> None:
+    """Names and pages one at a time, as a dictionary has them."""
+    prefixes = PrefixCache(16)
+    page_of: dict[int, int] = {}
+    for number, names in enumerate(runs):
+        pages = [(name * (number + 1)) % 13 + 1 for name in names]
+        pages = [page for place, page in enumerate(pages) if page not in pages[:place]]
+        for name, page in zip(names, pages, strict=False):
+            if name not in page_of and page not in page_of.values():
+                page_of[name] = page
+        prefixes.name(np.array(pages, dtype=np.int32), names[: len(pages)])
+        assert [prefixes.match([name], 1) for name in range(1, 13)] == [
+            [page_of[name]] if name in page_of else [] for name in range(1, 13)
+        ]
+        assert prefixes.named.nonzero()[0].tolist() == sorted(page_of.values())
+        lost = np.array(pages[:1], dtype=np.int32)
+        prefixes.forget(lost)
+        page_of = {name: page for name, page in page_of.items() if page != lost[0]}
