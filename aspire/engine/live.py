@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aspire.engine.text import OutputText
 from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import FinishReason, Request
+from aspire.scheduler.prefix_cache import page_hashes
 
 
 @dataclass
@@ -19,32 +23,55 @@ class LiveRequest:
     number: int  # submission order, row of the request table
     request: Request
     prompt: str | None
+    prompt_token_ids: list[int]  # shared with all its outputs
     params: SamplingParams
     seed: int
-    token_ids: list[int]  # prompt and committed output
+    token_ids: NDArray[np.int32]  # prompt and committed output
     text: OutputText | None
     metrics: RequestMetrics
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     stop_reason: int | str | None = None
-    streamed: int = 0  # output tokens handed out
+    page_names: tuple[bytes, ...] = ()  # of its full pages, as far as they are made; none without prefix caching
+    streamed: list[int] = field(default_factory=list)  # output tokens handed out
+    spelled: int = 0  # output tokens that ``text`` has seen, where there are no stop strings
+
+    def name_pages(self, known: NDArray[np.int32]) -> None:
+        """Name the full pages of the tokens ``known`` [n], prompt first."""
+        self.page_names = page_hashes(known, self.page_names)
+
+    def spell(self, known: NDArray[np.int32], *, ends: bool = False) -> None:
+        """Bring the text up to the tokens ``known`` [n], prompt first; ``ends``: the last of them is a stop token.
+
+        Texts with stop strings are kept up to date as tokens come.
+        """
+        if self.text is not None and not self.params.stop:
+            new = known[self.request.prompt_tokens + self.spelled :].tolist()
+            self.text.push(new, ends=ends)
+            self.spelled += len(new)
 
     def output(
-        self, token_ids: list[int], cumulative_logprob: float, *, finished: bool, synthetic: bool, lossy: bool
+        self,
+        known: NDArray[np.int32],
+        cumulative_logprob: float,
+        *,
+        finished: bool,
+        synthetic: bool,
+        lossy: bool,
     ) -> RequestOutput:
-        """The output as it stands with the output tokens ``token_ids``; what is new in it counts as handed out."""
-        new = token_ids[self.streamed :]
-        self.streamed = len(token_ids)
+        """The output as it stands with the tokens ``known`` [n], prompt first; what is new in it counts as handed
+        out."""
+        new = known[self.request.prompt_tokens + len(self.streamed) :].tolist()
+        self.streamed += new
         reason = self.request.finish_reason
         if self.text is not None:
-            if not self.params.stop:  # texts with stop strings are kept up to date as tokens come
-                self.text.push(new, ends=finished and reason == FinishReason.STOP)
+            self.spell(known, ends=finished and reason == FinishReason.STOP)
             if finished:
                 self.text.finish()
         completion = CompletionOutput(
             index=0,
             text=self.text.text if self.text is not None else "",
-            token_ids=token_ids,
+            token_ids=self.streamed.copy(),
             cumulative_logprob=cumulative_logprob,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             finish_reason=reason.name.lower() if finished else None,
@@ -53,7 +80,7 @@ class LiveRequest:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.token_ids[: self.request.prompt_tokens],
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[completion],
             finished=finished,
             metrics=self.metrics,

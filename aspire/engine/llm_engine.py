@@ -25,7 +25,7 @@ from aspire.engine.margin_log import MarginLog
 from aspire.engine.outcome import commit, outcome_of
 from aspire.engine.record import model_identity, request_table
 from aspire.engine.runner import ModelRunner, StepResult
-from aspire.engine.sequences import Sequences
+from aspire.engine.sequences import Sequences, prompt_array
 from aspire.engine.synthetic import SyntheticAcceptance
 from aspire.engine.text import OutputText
 from aspire.errors import EngineError, InputError, UsageError
@@ -60,6 +60,9 @@ GRAPH_BUCKETS = (
     *range(4608, 8193, 512),
     *range(9216, 32769, 1024),
 )
+
+KEEP_UP_STEPS = 64
+"""Steps in which every running request has its turn in `LLMEngine._keep_up`."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class LLMEngine:
         self._flight: deque[_StepInFlight] = deque()  # at most two
         self._ready: list[RequestOutput] = []  # not yet returned by `step`
         self._streams = False
+        self._turn = 0  # of the requests that `_keep_up` looks after
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -182,13 +186,10 @@ class LLMEngine:
         """Queue a prompt (text or token ids). Raises `InputError` or `CapacityError` for one that can never run."""
         params = params or SamplingParams()
         text, ids = (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
-        vocab = self.loaded.config.vocab_size
-        if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            bad = next(token for token in ids if not 0 <= token < vocab)
-            raise InputError(f"request '{request_id}' has token id {bad}; the model's vocabulary is 0..{vocab - 1}")
+        tokens = prompt_array(request_id, ids, self.loaded.config.vocab_size)
         queued_s = self.clock()
         arrival = queued_s if arrival_s is None else arrival_s
-        names = page_hashes(ids) if self.config.enable_prefix_caching else ()
+        names = page_hashes(tokens) if self.config.enable_prefix_caching else ()
         request = Request(request_id, len(ids), params.max_tokens, arrival, priority, names)
         self.scheduler.add_request(request)
         wants_text = params.detokenize and self.loaded.tokenizer_source is not None
@@ -201,9 +202,11 @@ class LLMEngine:
             number=self._count,
             request=request,
             prompt=text,
+            prompt_token_ids=ids,
             params=params,
             seed=seed_of(self.config.seed, request_id) if params.seed is None else params.seed,
-            token_ids=ids,
+            token_ids=tokens,
+            page_names=names,
             text=OutputText(self.tokenizer, params) if wants_text else None,
             metrics=RequestMetrics(arrival_s=arrival, queued_s=queued_s),
         )
@@ -270,6 +273,7 @@ class LLMEngine:
         """Wait for the oldest step in flight and apply what it found."""
         with self._nothing_lost():
             self._catch_up()
+            self._keep_up()
             step = self._flight.popleft()
             plan = step.plan
             start = step.planned_s if self._last_end is None else self._last_end
@@ -343,32 +347,43 @@ class LLMEngine:
         """The output of a request as it stands; a finished one leaves the engine."""
         live = self._live[request_id]
         slot = self.scheduler.slot_of(request_id)
-        tokens = self._output_of(live)
+        known = self._known_of(live)
         logprob = live.cumulative_logprob if slot is None else float(self.sequences.cumulative_logprob[slot])
         if finished:
             live.metrics.finish_s = end
             live.metrics.preemptions = live.request.preemptions
             del self._live[request_id]
         synthetic = self._synthetic is not None or self.loaded.synthetic
-        return live.output(tokens, logprob, finished=finished, synthetic=synthetic, lossy=self.config.lossy)
+        return live.output(known, logprob, finished=finished, synthetic=synthetic, lossy=self.config.lossy)
 
-    def _output_of(self, live: LiveRequest) -> list[int]:
-        """Committed output of a waiting or running request."""
-        slot, prompt = self.scheduler.slot_of(live.request.request_id), live.request.prompt_tokens
+    def _known_of(self, live: LiveRequest) -> NDArray[np.int32]:
+        """Prompt and committed output [n] of a waiting or running request."""
+        slot = self.scheduler.slot_of(live.request.request_id)
         if slot is None or self.sequences.owner[slot] != live.number:
-            return live.token_ids[prompt:]
-        tokens: list[int] = self.sequences.tokens[slot, prompt : self.sequences.known[slot]].tolist()
-        return tokens
+            return live.token_ids
+        return self.sequences.tokens[slot, : self.sequences.known[slot]]
+
+    def _keep_up(self) -> None:
+        """Name pages and spell out the text of some of the running requests, so that little is left to do when they
+        end: then the next step waits for it."""
+        self._turn = (self._turn + 1) % KEEP_UP_STEPS
+        for request in self.scheduler.slots.requests[self._turn :: KEEP_UP_STEPS]:
+            if request is not None:
+                live = self._live[request.request_id]
+                known = self._known_of(live)
+                live.spell(known)
+                if self.config.enable_prefix_caching:
+                    live.name_pages(known)
 
     def _released(self, slot: int, request: Request) -> None:
         """A request left its slot: keep its tokens; nothing of it may be read there any more."""
         live = self._live.get(request.request_id)
         if live is not None and self.sequences.owner[slot] == live.number:
-            prompt, known = request.prompt_tokens, request.prompt_tokens + request.generated
-            live.token_ids = live.token_ids[:prompt] + self.sequences.tokens[slot, prompt:known].tolist()
+            live.token_ids = self.sequences.tokens[slot, : request.prompt_tokens + request.generated].copy()
             live.cumulative_logprob = float(self.sequences.cumulative_logprob[slot])
             if self.config.enable_prefix_caching:
-                request.page_hashes = page_hashes(live.token_ids, request.page_hashes)
+                live.name_pages(live.token_ids)
+                request.page_hashes = live.page_names
         self.sequences.vacate(slot)
 
     @property

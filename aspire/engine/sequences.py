@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aspire.errors import InputError
 from aspire.sampling_params import SamplingParams
 
 _STOP_WIDTH = 8
@@ -18,6 +22,18 @@ SAMPLING_COLUMNS: dict[str, Any] = {
     "top_p": np.float32,
     "min_p": np.float32,
 }
+
+
+def prompt_array(request_id: str, ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """The prompt ``ids`` as an array [n]. Raises `InputError` where one of them is no token of the vocabulary."""
+    try:
+        tokens = np.asarray(array("i", ids))  # as fast as numpy alone, and refuses what is no whole number
+    except (OverflowError, TypeError):
+        tokens = None
+    if tokens is not None and (not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocab_size):
+        return tokens
+    bad = next(token for token in ids if not (isinstance(token, Integral) and 0 <= token < vocab_size))
+    raise InputError(f"request '{request_id}' has token id {bad!r}; the model's vocabulary is 0..{vocab_size - 1}")
 
 
 class Sequences:
@@ -42,7 +58,7 @@ class Sequences:
     def occupy(
         self,
         slot: int,
-        tokens: list[int],
+        tokens: Sequence[int] | NDArray[np.int32],
         prompt: int,
         params: SamplingParams,
         seed: int,

@@ -87,7 +87,7 @@ def test_kv_of_committed_tokens_is_fresh(kind: str, eager: bool) -> None:
         if step % 7 == 6:
             for slot in np.flatnonzero(engine.scheduler.slots.active).tolist():
                 live = engine._live[engine.scheduler.slots.request_ids[slot]]
-                tokens = [*live.token_ids[: live.request.prompt_tokens], *engine._output_of(live)]
+                tokens = engine._known_of(live).tolist()
                 assert_kv_is_fresh(engine, slot, "qwen3", tokens, tolerance=2e-4)
 
     params = SamplingParams(temperature=0.7, max_tokens=30, ignore_eos=True)

@@ -73,7 +73,7 @@ class _Player:
             if ask.arrive_step == step:
                 self._engine.add_request(ask.request_id, ask.prompt, ask.params, priority=ask.priority)
             if ask.abort_step == step and (live := self._engine._live.get(ask.request_id)) is not None:
-                self.aborted[ask.request_id] = self._engine._output_of(live)
+                self.aborted[ask.request_id] = self._engine._known_of(live)[live.request.prompt_tokens :].tolist()
                 if not self._engine.abort(ask.request_id):
                     raise AssertionError(f"{ask.request_id} was there and could not be aborted")
 
