@@ -71,7 +71,7 @@ class LiveRequest:
         completion = CompletionOutput(
             index=0,
             text=self.text.text if self.text is not None else "",
-            token_ids=self.streamed.copy(),
+            token_ids=self.streamed if finished else self.streamed.copy(),
             cumulative_logprob=cumulative_logprob,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             finish_reason=reason.name.lower() if finished else None,

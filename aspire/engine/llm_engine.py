@@ -61,7 +61,7 @@ GRAPH_BUCKETS = (
     *range(9216, 32769, 1024),
 )
 
-KEEP_UP_STEPS = 64
+KEEP_UP_STEPS = 128
 """Steps in which every running request has its turn in `LLMEngine._keep_up`."""
 
 

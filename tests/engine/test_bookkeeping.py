@@ -21,7 +21,7 @@ TIGHT = {"num_pages": 15}  # two or three of four requests fit: some are sent ba
 
 CASES = [
     (PolicySpec(), {}, 1),
-    (PolicySpec(), {"async_scheduling": True}, 64),
+    (PolicySpec(), {"async_scheduling": True}, 128),
     (fixed(3, small("verify")), {"async_scheduling": True}, 1),
     (fixed(3, small("verify")), {**TIGHT, "async_scheduling": True}, 5),
 ]
