@@ -47,8 +47,9 @@ class LiveRequest:
         """
         if self.text is not None and not self.params.stop:
             new = known[self.request.prompt_tokens + self.spelled :].tolist()
-            self.text.push(new, ends=ends)
-            self.spelled += len(new)
+            if new:
+                self.text.push(new, ends=ends)
+                self.spelled += len(new)
 
     def output(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,26 @@ from aspire.scheduler import PolicySpec
 from aspire.scheduler.prefix_cache import page_hashes
 from tests.invariants.cases import fixed, prompt_of, small
 from tests.invariants.harness import Limits, drive, make_engine
-from tests.invariants.models import LETTERS
+from tests.invariants.models import LETTERS, LetterStream, LetterTokenizer
 
 TIGHT = {"num_pages": 15}  # two or three of four requests fit: some are sent back and computed again
+
+
+class WindowStream(LetterStream):
+    """As streams that decode a window of tokens: what comes after an empty push would be spelled as a text's begin."""
+
+    ended = False
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        tokens = list(token_ids)
+        assert not self.ended
+        self.ended = not tokens
+        return super().push(tokens)
+
+
+class WindowTokenizer(LetterTokenizer):
+    def stream(self, **_options: Any) -> WindowStream:
+        return WindowStream()
 
 
 CASES = [
@@ -33,6 +51,7 @@ def test_names_and_text_do_not_depend_on_when_they_are_made(
 ) -> None:
     monkeypatch.setattr(llm_engine, "KEEP_UP_STEPS", every)
     engine = make_engine("llama", policy, Limits(4, 64, 160, **limits))
+    engine._tokenizer = WindowTokenizer()  # type: ignore[assignment]
     prompts = [prompt_of(40 + number, seed=number) for number in range(6)]
     stops = (11,)
     for number, prompt in enumerate(prompts):
