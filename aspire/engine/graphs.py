@@ -99,6 +99,7 @@ class GraphCache:
         key = (shape, bounds, id(self._runner.lists))
         captured = self._graphs.get(key)
         if captured is None:
+            torch.cuda.synchronize()  # the step in flight is not part of the capture
             start = time.perf_counter()
             captured = self._graphs[key] = self._capture(shape, bounds)
             torch.cuda.synchronize()
