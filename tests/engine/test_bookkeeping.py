@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from aspire import SamplingParams
 from aspire.engine import llm_engine
+from aspire.engine.runner import StepResult
 from aspire.errors import InputError
 from aspire.scheduler import PolicySpec
 from aspire.scheduler.prefix_cache import page_hashes
@@ -50,6 +52,7 @@ def test_names_and_text_do_not_depend_on_when_they_are_made(
     policy: PolicySpec, limits: dict[str, Any], every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm_engine, "KEEP_UP_STEPS", every)
+    monkeypatch.setattr(llm_engine, "SLACK_S", 0.0)
     engine = make_engine("llama", policy, Limits(4, 64, 160, **limits))
     engine._tokenizer = WindowTokenizer()  # type: ignore[assignment]
     prompts = [prompt_of(40 + number, seed=number) for number in range(6)]
@@ -67,6 +70,31 @@ def test_names_and_text_do_not_depend_on_when_they_are_made(
         spelled = tokens[:-1] if completion.finish_reason == "stop" else tokens
         assert completion.text == "".join(LETTERS[token % len(LETTERS)] for token in spelled)
     assert {outputs[request.request_id].outputs[0].finish_reason for request in requests} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_it_is_made_early_only_where_the_host_waits_for_the_device(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_engine, "KEEP_UP_STEPS", 1)
+    monkeypatch.setattr(llm_engine, "SLACK_S", 1e-3 if waits else 1.0)  # a busy machine may halt the test for a while
+    engine = make_engine("llama")
+    launch = engine.runner.launch
+
+    def slow(*given: Any) -> Callable[[], StepResult]:
+        wait = launch(*given)
+        result = wait()
+        return lambda: (time.sleep(2e-3) if waits else None, result)[1]
+
+    engine.runner.launch = slow  # type: ignore[method-assign]
+    engine.add_request("0", prompt_of(20), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    live = engine._live["0"]
+    for _ in range(35):
+        engine.step()
+    assert (len(live.page_names), live.spelled) == ((3, 34) if waits else (1, 0))
+    drive(engine)
+    assert live.request.page_hashes == live.page_names and len(live.page_names) == 3
+    assert live.spelled == 40
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: np.array(ids, dtype=np.int32)])
