@@ -103,7 +103,7 @@ class AsyncLLM:
         **settings: Any,
     ) -> None:
         self.engine: LLMEngine = LLM(model, config=config, cost_model=cost_model, **settings).engine
-        self.engine.stop_record()
+        self.engine.recorder.stop()
         self._numbers = count()
         self._streams: dict[str, OutputStream] = {}  # of the engine's thread
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()

@@ -163,7 +163,7 @@ def run_requests(
     if cost_model is not None:
         config["cost_model"] = cost_model
     run = Run(config, table, steps, meta=provenance())
-    kept = dict(zip(queue.submitted, engine.margins() or [], strict=False))
+    kept = dict(zip(queue.submitted, engine.recorder.margins() or [], strict=False))
     return Measured([finished.get(name) for name in names], run, [kept.get(name) for name in names])
 
 

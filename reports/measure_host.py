@@ -11,7 +11,7 @@ the machine may be shared, and what others take of it is not the engine's time.
 A request's begin and end: as many as there are rows are added with prompts of 3,200 tokens that nobody shares, and
 admitted by one step; each ends with its 768th token. What the step that admits them, and those in which some end, take
 longer than the median step is shared out among all; the lower quartile of several rounds. With no device to wait for
-(`LLMEngine._keep_up`), all that an end needs is done then.
+(`LiveRequests.keep_up`), all that an end needs is done then.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Soak:
         pages = self.engine.scheduler.pages
         if pages.num_free != pages.num_usable or pages.owners.any():
             self.lost.append(f"{pages.num_free} pages free of {pages.num_usable}, {pages.owners.sum()} holders")
-        margins = zip(self.asked, self.engine.margins() or [], strict=True)
+        margins = zip(self.asked, self.engine.recorder.margins() or [], strict=True)
         ended = [(request, found) for request, found in margins if request.name in self.finished]
         self.judge.check([(each, Text(each.name, self.finished[each.name], found)) for each, found in ended])
         probe, first = self.measure_probe(), self.probes.get(self.engine)

@@ -141,7 +141,7 @@ class Judge:
         while self.reference.has_unfinished_requests:
             for output in self.reference.step():
                 outputs[output.request_id] = list(output.outputs[0].token_ids)
-        margins = self.reference.margins() or []
+        margins = self.reference.recorder.margins() or []
         return [Text(name, outputs[name], found) for name, found in zip(names, margins, strict=True)]
 
     def _judge(self, found: Difference, asked: Asked, text: Text, expected: Text) -> Appeal | None:

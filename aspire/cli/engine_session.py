@@ -25,11 +25,12 @@ def open_engine(
     prices = _cost_model(choice, console)
     console.say(f"loading {config.model}")
     from aspire import LLM
+    from aspire.engine.identity import check_cost_model, identity_of
 
     llm = LLM(config=config, cost_model=prices)
     limits = llm.engine.scheduler_config
     console.say(
-        f"{llm.engine.loaded.name} on {llm.engine.device}, {llm.engine.identity()[1]['dtype']}, "
+        f"{llm.engine.loaded.name} on {llm.engine.device}, {identity_of(llm.engine)[1]['dtype']}, "
         f"{llm.engine.runner.backend.name} kernels, {limits.num_pages} KV pages, "
         f"{limits.max_num_seqs} slots of {limits.max_model_len} tokens"
     )
@@ -38,7 +39,7 @@ def open_engine(
     if llm.engine.loaded.synthetic:
         console.warn("random weights: the text means nothing, and acceptance is synthetic")
     if prices is not None and check:
-        for difference in llm.engine.check_cost_model(prices):
+        for difference in check_cost_model(llm.engine, prices):
             console.warn(f"the cost model was made for another setup: {difference}")
     return llm, prices
 

@@ -1,18 +1,23 @@
-"""A request in the engine, and the output it has given so far."""
+"""The requests in the engine: where the tokens of each are, and the output it has given so far."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aspire.engine.sequences import Sequences
 from aspire.engine.text import OutputText
 from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aspire.sampling_params import SamplingParams
-from aspire.scheduler import FinishReason, Request
+from aspire.scheduler import FinishReason, Request, StepPlan
 from aspire.scheduler.prefix_cache import page_hashes
+
+KEEP_UP_STEPS = 128
+"""Steps in which every running request has its turn in `LiveRequests.keep_up`."""
 
 
 @dataclass
@@ -90,6 +95,63 @@ class LiveRequest:
             new_token_ids=new,
             num_cached_tokens=self.request.cached_tokens,
         )
+
+
+class LiveRequests(dict[str, LiveRequest]):
+    """By id, those that wait or run. Their tokens are handed to ``sequences`` when they enter a slot, and fetched back
+    when they leave it."""
+
+    def __init__(self, sequences: Sequences, eos_token_ids: tuple[int, ...], *, names_pages: bool) -> None:
+        super().__init__()
+        self._sequences = sequences
+        self._eos_token_ids = eos_token_ids
+        self._names_pages = names_pages
+        self._turn = 0  # of the requests that `keep_up` looks after
+
+    def place(self, plan: StepPlan, now_s: float) -> None:
+        """Tokens and sampling parameters of requests that entered a slot with the step ``plan``."""
+        sequences = self._sequences
+        for row in np.flatnonzero(plan.prefill).tolist():
+            live, slot = self[plan.requests[row]], int(plan.slots[row])
+            if sequences.owner[slot] != live.number:
+                stops = () if live.params.ignore_eos else self._eos_token_ids
+                stops = (*stops, *live.params.stop_token_ids)
+                prompt = live.request.prompt_tokens
+                sequences.occupy(slot, live.token_ids, prompt, live.params, live.seed, stops, live.number)
+                sequences.watched[slot] = bool(live.params.stop)
+                sequences.cumulative_logprob[slot] = live.cumulative_logprob
+                if live.metrics.first_scheduled_s is None:
+                    live.metrics.first_scheduled_s = now_s
+
+    def released(self, slot: int, request: Request) -> None:
+        """A request left its slot: keep its tokens; nothing of it may be read there any more."""
+        live, sequences = self.get(request.request_id), self._sequences
+        if live is not None and sequences.owner[slot] == live.number:
+            live.token_ids = sequences.tokens[slot, : request.prompt_tokens + request.generated].copy()
+            live.cumulative_logprob = float(sequences.cumulative_logprob[slot])
+            if self._names_pages:
+                live.name_pages(live.token_ids)
+                request.page_hashes = live.page_names
+        sequences.vacate(slot)
+
+    def known_of(self, live: LiveRequest, slot: int | None) -> NDArray[np.int32]:
+        """Prompt and committed output [n] of a request that runs in ``slot``, or waits (None)."""
+        if slot is None or self._sequences.owner[slot] != live.number:
+            return live.token_ids
+        return self._sequences.tokens[slot, : self._sequences.known[slot]]
+
+    def keep_up(self, running: Sequence[Request | None]) -> None:
+        """Name pages and spell out the text of some of the requests ``running``, by slot, so that little is left to do
+        when they end: then the next step waits for it."""
+        self._turn = (self._turn + 1) % KEEP_UP_STEPS
+        for slot in range(self._turn, len(running), KEEP_UP_STEPS):
+            request = running[slot]
+            if request is not None:
+                live = self[request.request_id]
+                known = self.known_of(live, slot)
+                live.spell(known)
+                if self._names_pages:
+                    live.name_pages(known)
 
 
 def seed_of(engine_seed: int, request_id: str) -> int:

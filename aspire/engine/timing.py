@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from aspire.engine.identity import identity_of
 from aspire.engine.llm_engine import LLMEngine
 from aspire.errors import CapacityError, EngineError, InputError, UsageError
 from aspire.sampling_params import SamplingParams
@@ -86,7 +87,7 @@ class StepTimer:
         engine = self._engine
         config = engine.scheduler_config
         return SamplesHeader.of_this_machine(
-            *engine.identity(),
+            *identity_of(engine),
             num_pages=config.num_pages,
             graph_buckets=config.graph_buckets,
             full_layer_share=engine.scheduler.full_layer_share,

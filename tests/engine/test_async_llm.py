@@ -68,7 +68,12 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
     async def work() -> None:
         async with engine() as llm:
             await asyncio.gather(*(read(llm.generate(prompt_of(9), PARAMS)) for _ in range(9)))
-            assert len(llm.engine.log) == 0 and not llm.engine._submitted and not llm.engine._live and not llm._streams
+            assert (
+                len(llm.engine.log) == 0
+                and not llm.engine.recorder.submitted
+                and not llm.engine.live
+                and not llm._streams
+            )
 
     run(work())
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aspire import SamplingParams
-from aspire.engine import llm_engine
+from aspire.engine import live, llm_engine
 from aspire.engine.runner import StepResult
 from aspire.errors import InputError
 from aspire.scheduler import PolicySpec
@@ -51,7 +51,7 @@ CASES = [
 def test_names_and_text_do_not_depend_on_when_they_are_made(
     policy: PolicySpec, limits: dict[str, Any], every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm_engine, "KEEP_UP_STEPS", every)
+    monkeypatch.setattr(live, "KEEP_UP_STEPS", every)
     monkeypatch.setattr(llm_engine, "SLACK_S", 0.0)
     engine = make_engine("llama", policy, Limits(4, 64, 160, **limits))
     engine._tokenizer = WindowTokenizer()  # type: ignore[assignment]
@@ -60,7 +60,7 @@ def test_names_and_text_do_not_depend_on_when_they_are_made(
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.9, seed=number, max_tokens=80, ignore_eos=True, stop_token_ids=stops)
         engine.add_request(str(number), prompt, params)
-    requests = [live.request for live in engine._live.values()]
+    requests = [each.request for each in engine.live.values()]
     outputs = drive(engine).outputs
     assert ("num_pages" in limits) is any(request.preemptions for request in requests)
     for request, prompt in zip(requests, prompts, strict=True):
@@ -76,7 +76,7 @@ def test_names_and_text_do_not_depend_on_when_they_are_made(
 def test_it_is_made_early_only_where_the_host_waits_for_the_device(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm_engine, "KEEP_UP_STEPS", 1)
+    monkeypatch.setattr(live, "KEEP_UP_STEPS", 1)
     monkeypatch.setattr(llm_engine, "SLACK_S", 1e-3 if waits else 1.0)  # a busy machine may halt the test for a while
     engine = make_engine("llama")
     launch = engine.runner.launch
@@ -88,13 +88,13 @@ def test_it_is_made_early_only_where_the_host_waits_for_the_device(
 
     engine.runner.launch = slow  # type: ignore[method-assign]
     engine.add_request("0", prompt_of(20), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    live = engine._live["0"]
+    request = engine.live["0"]
     for _ in range(35):
         engine.step()
-    assert (len(live.page_names), live.spelled) == ((3, 34) if waits else (1, 0))
+    assert (len(request.page_names), request.spelled) == ((3, 34) if waits else (1, 0))
     drive(engine)
-    assert live.request.page_hashes == live.page_names and len(live.page_names) == 3
-    assert live.spelled == 40
+    assert request.request.page_hashes == request.page_names and len(request.page_names) == 3
+    assert request.spelled == 40
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: np.array(ids, dtype=np.int32)])
@@ -105,7 +105,7 @@ def test_prompts_of_any_kind_are_the_same_prompt(kind: Any) -> None:
     engine.add_request("0", given, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
     if isinstance(given, list):
         given[:] = [0] * len(given)  # the caller's own from now on
-    assert engine._live["0"].request.page_hashes == page_hashes(ids)
+    assert engine.live["0"].request.page_hashes == page_hashes(ids)
     output = drive(engine).outputs["0"]
     assert list(output.prompt_token_ids) == ids
 
@@ -115,4 +115,4 @@ def test_what_is_no_token_is_refused_by_name(bad: Any) -> None:
     engine = make_engine("llama")
     with pytest.raises(InputError, match=r"has token id .*vocabulary is 0\.\.127"):
         engine.add_request("0", [5, bad, 6])
-    assert not engine.has_unfinished_requests and not engine._live
+    assert not engine.has_unfinished_requests and not engine.live

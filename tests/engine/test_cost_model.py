@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from aspire import LLM, SamplingParams
+from aspire.engine.identity import identity_of
 from aspire.errors import MismatchError
 from aspire_calibration import analytic_model
 
@@ -29,7 +30,7 @@ def test_prices_of_this_setup_are_taken(tmp_path: Path) -> None:
     from aspire.evidence import provenance
 
     engine = LLM("tiny-llama", **{**SETTINGS, "policy": "autoregressive"}).engine
-    model, settings = engine.identity()
+    model, settings = identity_of(engine)
     file = replace(analytic_model("cpu", "smollm2-135m"), hardware={"name": provenance()["hardware"]}, model=model)
     path = replace(file, settings=settings).save(tmp_path / "cost_model.json")
     assert LLM("tiny-llama", cost_model=path, **SETTINGS).engine.scheduler.cost_model is not None

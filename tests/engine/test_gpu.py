@@ -133,9 +133,9 @@ def test_graphs_are_captured_once_for_a_selector() -> None:
     captured_s = []
     for kind in ("window", "verify", "window"):
         engine.set_policy(PolicySpec(kind="fixed", params={"g": 3}, selector=_small(kind)))
-        before = engine.capture_s
+        before = engine.runner.capture_s
         assert _generate(engine, "long")[0] == _oracle("tiny-qwen3", "long")
-        captured_s.append(engine.capture_s - before)
+        captured_s.append(engine.runner.capture_s - before)
     # a draft that rounding decides may bring a step of another size
     assert captured_s[2] < 0.2 * captured_s[0], "graphs of a selector that was in use before are captured again"
 

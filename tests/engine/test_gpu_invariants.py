@@ -69,7 +69,7 @@ def test_graphs_equal_eager_bucket_by_bucket_across_rejections(kind: str) -> Non
         params = SamplingParams(temperature=0.8, top_k=20, max_tokens=24, ignore_eos=True)
         outputs = [generate(engine, prompts, params) for engine in engines]
         assert outputs[0] == outputs[1], requests
-    assert engines[1].capture_s > 0.0, "no graph was used"
+    assert engines[1].runner.capture_s > 0.0, "no graph was used"
     for engine in engines:
         verify = engine.log.column("mode") == Mode.VERIFY
         drafted, accepted = (int(engine.log.column(name)[verify].sum()) for name in ("drafted", "accepted"))
@@ -86,8 +86,8 @@ def test_kv_of_committed_tokens_is_fresh(kind: str, eager: bool) -> None:
     def check(step: int) -> None:
         if step % 7 == 6:
             for slot in np.flatnonzero(engine.scheduler.slots.active).tolist():
-                live = engine._live[engine.scheduler.slots.request_ids[slot]]
-                tokens = engine._known_of(live).tolist()
+                live = engine.live[engine.scheduler.slots.request_ids[slot]]
+                tokens = engine.live.known_of(live, slot).tolist()
                 assert_kv_is_fresh(engine, slot, "qwen3", tokens, tolerance=2e-4)
 
     params = SamplingParams(temperature=0.7, max_tokens=30, ignore_eos=True)

@@ -21,7 +21,7 @@ def _margins(policy: PolicySpec, limits: Limits) -> tuple[list[np.ndarray], list
     for index, length in enumerate((40, 70, 100)):
         engine.add_request(str(index), prompt_of(length, model="qwen3"), PARAMS)
     outputs = drive(engine).outputs
-    found = engine.margins()
+    found = engine.recorder.margins()
     assert found is not None
     tokens = [outputs[str(index)].outputs[0].token_ids for index in range(3)]
     return found, tokens, sum(output.metrics.preemptions for output in outputs.values())
@@ -53,4 +53,4 @@ def test_nothing_is_kept_unasked() -> None:
     engine = make_engine("qwen3")
     engine.add_request("0", prompt_of(20, model="qwen3"), PARAMS)
     drive(engine)
-    assert engine.margins() is None
+    assert engine.recorder.margins() is None

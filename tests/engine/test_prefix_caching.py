@@ -101,7 +101,7 @@ def test_kv_of_reused_pages_is_that_of_a_fresh_prefill() -> None:
             assert_kv_is_fresh(engine, slot, "llama", tokens)
             checked += 1
     assert checked > 2
-    assert engine._submitted[-1].request.cached_tokens == 96  # of 99 tokens whose KV was there
+    assert engine.recorder.submitted[-1].request.cached_tokens == 96  # of 99 tokens whose KV was there
 
 
 @settings(max_examples=12)

@@ -150,7 +150,7 @@ def check_engine(engine: LLMEngine) -> None:
     counts, slots, pages = scheduler.counts, scheduler.slots, scheduler.pages
     assert counts.arrived == counts.waiting + counts.running + counts.finished + counts.rejected, counts
     assert counts.running == int(slots.active.sum()) and counts.waiting + counts.running == len(scheduler.requests)
-    assert set(engine._live) == set(scheduler.requests)
+    assert set(engine.live) == set(scheduler.requests)
     held = [pages.table[slot, : pages.held[slot]] for slot in range(len(slots.active))]
     owned = np.concatenate(held)
     owners = np.bincount(owned, minlength=pages.num_pages)
@@ -181,6 +181,6 @@ def check_drained(engine: LLMEngine) -> None:
     """Nothing runs: every page, slot and record of a request is free."""
     check_engine(engine)
     pages = engine.scheduler.pages
-    assert not engine.has_unfinished_requests and not engine._live
+    assert not engine.has_unfinished_requests and not engine.live
     assert pages.num_free == pages.num_usable, "pages leaked"
     assert engine.scheduler.slots.num_free == engine.scheduler_config.max_num_seqs

@@ -72,8 +72,9 @@ class _Player:
         for ask in self._scenario.asks:
             if ask.arrive_step == step:
                 self._engine.add_request(ask.request_id, ask.prompt, ask.params, priority=ask.priority)
-            if ask.abort_step == step and (live := self._engine._live.get(ask.request_id)) is not None:
-                self.aborted[ask.request_id] = self._engine._known_of(live)[live.request.prompt_tokens :].tolist()
+            if ask.abort_step == step and (live := self._engine.live.get(ask.request_id)) is not None:
+                known = self._engine.live.known_of(live, self._engine.scheduler.slot_of(ask.request_id))
+                self.aborted[ask.request_id] = known[live.request.prompt_tokens :].tolist()
                 if not self._engine.abort(ask.request_id):
                     raise AssertionError(f"{ask.request_id} was there and could not be aborted")
 

@@ -64,7 +64,7 @@ def test_kv_after_every_pair_of_drafted_and_accepted(kind: str, model: str, temp
             engine.step()
             assert policy.round == before + 1
             assert slots.known[0] == known + accepted + 1, (drafted, accepted)
-            assert engine._known_of(engine._live["0"]).tolist() == expected[: known + accepted + 1]
+            assert engine.live.known_of(engine.live["0"], 0).tolist() == expected[: known + accepted + 1]
             assert_kv_is_fresh(engine, 0, model, expected)
             seen.append((drafted, accepted))
         else:
@@ -86,8 +86,8 @@ def test_every_residue_of_the_length_modulo_the_page(g: int) -> None:
     def check(step: int) -> None:
         if step % 4 == 3:
             for slot in np.flatnonzero(engine.scheduler.slots.active).tolist()[step % 3 :: 3]:
-                live = engine._live[engine.scheduler.slots.requests[slot].request_id]  # type: ignore[union-attr]
-                tokens = engine._known_of(live).tolist()
+                live = engine.live[engine.scheduler.slots.requests[slot].request_id]  # type: ignore[union-attr]
+                tokens = engine.live.known_of(live, slot).tolist()
                 assert_kv_is_fresh(engine, slot, "llama", tokens)
 
     for index, prompt in enumerate(prompts):

@@ -27,7 +27,7 @@ def test_preemption_changes_no_token_and_leaks_no_page(kind: str, g: int) -> Non
     longest = -(-(46 + 24) // PAGE_TOKENS)
     engine = make_engine("qwen3", fixed(g, small(kind)), Limits(5, 64, 128, longest + 6))
     assert generate(engine, prompts, PARAMS) == expected
-    preemptions = [live.request.preemptions for live in engine._submitted]
+    preemptions = [live.request.preemptions for live in engine.recorder.submitted]
     assert sum(preemptions) > 0 and preemptions[0] == 0, "the oldest request is never preempted"
 
 
@@ -134,7 +134,7 @@ def test_logits_that_are_not_finite_fail_their_request_alone(
     limits = Limits(3, 256, 128)
     healthy = make_engine(model, fixed(4, ample("verify")), limits)
     expected = generate(healthy, prompts, each)
-    scores = [live.cumulative_logprob for live in healthy._submitted]
+    scores = [live.cumulative_logprob for live in healthy.recorder.submitted]
     engine = make_engine(model, fixed(4, ample("verify")), limits)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, each)
