@@ -24,6 +24,7 @@ from aspire_calibration import Cell, PlanLimits, RowGroup, SamplesHeader
 
 _FOREVER = 1 << 30
 _WARM_STEPS = 3
+_DRAFTED = 8  # rows that draft hold 0 to 7 drafts: their lists are as old, and read that many tokens more
 _SAMPLING = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, max_tokens=1, ignore_eos=True, detokenize=False)
 _GOES_ON = replace(_SAMPLING, max_tokens=2)
 
@@ -181,11 +182,17 @@ class StepTimer:
             engine.sequences.occupy(slot, [0], 1, _SAMPLING, slot, (), row)
             query = group.query_tokens
             context = _context_of(row, group, longest)
-            drafted = 0 if group.kind == "prefill" else query - 1
+            drafted, pending = query - 1, 1
+            if group.kind == "prefill":
+                drafted, pending = 0, query
+            elif group.kind == "draft":
+                drafted = min(3 * row % _DRAFTED, policy.d_max - 1, context - 1)
+            known = context - drafted
+            computed = known - pending
             if group.kind == "draft":
                 policy.actions[slot] = Action.DRAFT
-                lists[:, (context - query) // PAGE_TOKENS] = self._list_for(context, group.sparse_tokens)
-            state = (slot, context - drafted, context - query, drafted, int(group.kind != "prefill"))
+                lists[:, computed // PAGE_TOKENS] = self._list_for(known, group.sparse_tokens)
+            state = (slot, known, computed, drafted, int(group.kind != "prefill"))
             for name, value in zip(names, state, strict=True):
                 columns[name][row] = value
         scheduler.slots.set_lists(lists, PAGE_TOKENS)

@@ -13,7 +13,7 @@ from aspire.engine.llm_engine import LLMEngine  # noqa: E402
 from aspire.engine.timing import StepTimer  # noqa: E402
 from aspire.errors import CapacityError  # noqa: E402
 from aspire.scheduler import PolicySpec  # noqa: E402
-from aspire_calibration import Cell, ar, prefill, profile_plan  # noqa: E402
+from aspire_calibration import Cell, ar, draft, prefill, profile_plan  # noqa: E402
 from tests.invariants.cases import small  # noqa: E402
 from tests.invariants.harness import Limits, make_engine  # noqa: E402
 
@@ -62,6 +62,19 @@ def test_cells_of_both_kinds_are_timed_in_any_order() -> None:
     timer = StepTimer(engine_of(True), repeats=3)
     for cell in (ar(4, 100), idle(16, 4), prefill(16, 16, 4), idle(5), ar(4, 100)):
         assert len(timer.time_cell(cell)) == 3
+
+
+def test_rows_that_draft_hold_different_numbers_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(True)
+    timer, plans = StepTimer(engine, repeats=3), []
+    draw = engine.scheduler.schedule
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: plans.append(draw()) or plans[-1])
+    assert len(timer.time_cell(draft(4, 100, 40))) == 3
+    plan = plans[-1]
+    assert plan.drafted.tolist() == [0, 3, 6, 1] and plan.num_drafts == 4
+    assert (abs(plan.start + plan.query_tokens - 100) <= 8).all(), "the contexts are those of the cell"
+    read = (plan.sel_count - plan.tail_page) * 16 + plan.start + 1
+    assert (abs(read - 40) < 16 + 7).all() and len(set(read.tolist())) > 1
 
 
 def test_every_planned_start_from_idle_can_be_timed() -> None:
