@@ -3,8 +3,9 @@
 Scores are ``logits / T + noise`` and rounding acts on logits, so all margins here are in logits: times T where T > 0.
 Where two texts part, the gap between the two tokens has moved from one sign to the other. A move within ``tie_logits``
 is a tie. Everything else is an *appeal*: the token is decoded again from a cold start, many times, each time beside
-other requests, with prompts cut elsewhere, with another share of the output before it computed as prompt. No copy
-drafts or shares pages, so copies differ in rounding alone. If a copy picks the disputed token, the two are a tie. That
+other requests and strangers' prompts, with another share of the output before it computed as prompt. No copy drafts or
+shares pages, so copies differ in rounding alone (a short text alone in the engine would always be rounded alike: steps
+of few tokens go through one kernel). If a copy picks the disputed token, the two are a tie. That
 happens in float32, too: the last token that top-p keeps (one of thousands, where a text has lost its thread) comes and
 goes with the last bits, whatever its score. In half precision they are a tie also where the gap's mean over the copies
 is within ``SPREADS`` of its own standard deviations from 0. Else the speculating engine is at fault.
@@ -26,6 +27,7 @@ from aspire.compare import Difference, Text, compare
 BF16_TIE = 0.25  # two steps of bfloat16 between 16 and 32, where the best logits of real models lie
 SPREADS = 5.0
 COPIES = (2, 4, 8, 16, 32)  # of a disputed token, until one decides
+STRANGERS = 12  # requests beside the copies, with prompts of up to the tokens of a step
 LEAST_GAPS = 8  # fewer say nothing of a spread
 
 
@@ -171,10 +173,21 @@ class Judge:
                 for copy in range(copies):
                     cut = self._dice.randrange(len(case.common) + 1)
                     witnesses.append((case, cut, case.copy(f"{number}/{copy}", cut)))
-            self._dice.shuffle(witnesses)
-            texts = self.decode(request for _, _, request in witnesses)
-            for (case, cut, _), text in zip(witnesses, texts, strict=True):
-                case.testify(cut, text)
+            asked = [request for _, _, request in witnesses] + self._strangers()
+            self._dice.shuffle(asked)
+            texts = {text.request_id: text for text in self.decode(asked)}
+            for case, cut, request in witnesses:
+                case.testify(cut, texts[request.name])
+
+    def _strangers(self) -> list[Asked]:
+        """Requests with random prompts."""
+        vocab, most = self.reference.loaded.config.vocab_size, self.reference.scheduler_config.max_num_batched_tokens
+        found = []
+        for index in range(STRANGERS):
+            prompt = [self._dice.randrange(vocab) for _ in range(self._dice.randint(1, most))]
+            params = SamplingParams(temperature=0.0, max_tokens=self._dice.randint(1, 16), ignore_eos=True)
+            found.append(Asked(f"stranger/{index}", prompt, replace(params, detokenize=False)))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """JSON object of all figures."""
