@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aspire.errors import InputError, check_choice, check_keys
 from aspire.scheduler.features import FEATURES, MAXIMA, Floats
@@ -142,35 +143,37 @@ class _Compiled:
     """The arrays of one evaluation: few numpy calls, because the scheduler asks for prices at every step."""
 
     def __init__(self, model: KrigedModel) -> None:
-        self.names, self.pulls, self.largest = model.variables, model.pulls, model.largest
+        self.names, self.largest = model.variables, model.largest
+        self.pulls = np.stack([model.pulls, np.zeros_like(model.pulls)])  # a product of matrices; see VECTOR_WORK
         self.sums = sum_matrix(self.names)
         self.per_unit = 1.0 / model.units[:, None]
         self.mix = model.mix / np.log(2.0)
-        # |x - c|^2 = |c|^2 - 2 c.x + |x|^2
-        self.near = -2.0 * model.places.T
-        self.offset = (model.places**2).sum(axis=0)[:, None]
-        self.block = max(1, min(VECTOR_WORK // len(self.pulls), MATRIX_WORK // self.near.size))
+        axes, cells = model.places.shape
+        # |x - c|^2 = |c|^2 - 2 c.x + |x|^2 as one product, of [c, |c|^2, 1] and [-2 x, 1, |x|^2]
+        self.cells = np.concatenate([model.places, (model.places**2).sum(axis=0)[None], np.ones((1, cells))]).T.copy()
+        self.axes = axes
+        self.block = max(1, MATRIX_WORK // self.cells.size)
 
     def correction(self, features: Floats) -> Floats:
         """[steps]: logarithm of what the base is multiplied by."""
         values = fill_rows(features, self.names, self.sums)
         values *= self.per_unit
-        at = self.mix @ np.log1p(values, out=values)
-        beyond = np.einsum("as,as->s", at, at)
+        steps = np.ones((self.axes + 2, values.shape[1]))
+        at = np.matmul(self.mix, np.log1p(values, out=values), out=steps[: self.axes])
+        np.einsum("as,as->s", at, at, out=steps[-1])
+        at *= -2.0
         pull = np.empty(at.shape[1])
         for first in range(0, len(pull), self.block):
             some = slice(first, first + self.block)
-            apart = self._products(at[:, some])
-            apart += self.offset
-            apart += beyond[some]
-            pull[some] = self.pulls @ _near(apart)
+            near = _near(self._products(steps[:, some]).astype(np.float32))
+            pull[some] = (self.pulls @ near.astype(np.float64))[0]
         return np.asarray(np.minimum(np.maximum(pull, -self.largest), self.largest))
 
-    def _products(self, at: Floats) -> Floats:
-        """[cells, steps]: -2 c.x of all cells c and the steps x in ``at`` [axes, steps]."""
-        if at.shape[1] == 1 and self.near.size > VECTOR_WORK:
-            return np.asarray(np.einsum("ca,as->cs", self.near, at))
-        return np.asarray(self.near @ at)
+    def _products(self, steps: Floats) -> Floats:
+        """[cells, steps]: squared distances of all cells and the ``steps`` [axes + 2, steps]."""
+        if steps.shape[1] == 1 and self.cells.size > VECTOR_WORK:
+            return np.asarray(np.einsum("ca,as->cs", self.cells, steps))
+        return np.asarray(self.cells @ steps)
 
 
 def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, padded: bool = True) -> KrigedModel:
@@ -197,7 +200,7 @@ def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, pad
     return KrigedModel(base, names, units, mix / reach, at / reach, pulls, float(np.abs(rest).max()))
 
 
-def _near(apart: Floats) -> Floats:
+def _near(apart: NDArray[Any]) -> NDArray[Any]:
     """1 / (1 + d^1.5) of squared distances d^2, which are overwritten."""
     root = np.sqrt(np.maximum(apart, 0.0, out=apart), out=apart)
     root *= np.sqrt(root)
