@@ -32,6 +32,7 @@ MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
 TUNED_ON = 400  # of them choose reach and noise
 REACHES = (1.4, 2.0, 2.8, 4.0)  # times the octaves of the axes
 NOISES = (0.003, 0.01, 0.03, 0.1)  # variance of a cell's own noise over that of the process
+NEARLY = 1.03  # times the smallest leave-one-out error
 # Multiplications of a product above which OpenBLAS wakes other threads, which takes longer than the products here.
 VECTOR_WORK, MATRIX_WORK = 9_000, 250_000
 PADDING = {"padded_rows", "idle_rows", "padded_width"}  # only CUDA graphs of decode steps are made for rounded sizes
@@ -217,14 +218,17 @@ def _kernel(at: Floats) -> Floats:
 
 
 def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, float]:
-    """Those of the smallest leave-one-out error. at: [axes, cells]; rest: [cells], logarithms; noise: [cells], relative
-    variances."""
+    """Those of the smallest leave-one-out error, or of less noise where that is nearly as small: steps of runs often
+    lie on the grid, closer to a cell than that cell to its neighbours. at: [axes, cells]; rest: [cells], logarithms;
+    noise: [cells], relative variances."""
 
     def error(reach: float, share: float) -> float:
         inverse = np.linalg.inv(_kernel(at / reach) + share * np.diag(noise))
         return float(np.average(np.abs(inverse @ rest / np.diag(inverse)), weights=1.0 / noise))
 
-    return min(itertools.product(REACHES, NOISES), key=lambda pair: error(*pair))
+    errors = {pair: error(*pair) for pair in itertools.product(REACHES, NOISES)}
+    most = NEARLY * min(errors.values())
+    return min((share, found, reach) for (reach, share), found in errors.items() if found <= most)[::-2]
 
 
 def base_terms(features: Floats) -> list[Ramp]:

@@ -2,7 +2,7 @@
 
 Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which
 a grid that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan
-is a usable coarse plan. Points off the grid, drawn log-uniformly with a seed, are interleaved: one in five is held out,
+is a usable coarse plan. Points off the grid, drawn in octaves with a seed, are interleaved: one in five is held out,
 the others are fitted, since a grid shows neither rows between powers of two nor rows of unlike contexts.
 """
 
@@ -48,7 +48,7 @@ OFF_GRID = 5
 IDLE_ROWS = (1, 4, 16)
 IDLE_TOKENS = (64, 256, 512, 2048)  # of all prompts of a step that starts from idle
 IDLE_EVERY = 10  # one cell in so many is such a step, until there are no more
-MAX_CELLS_PER_REGIME = 50  # coarse levels first, within a level at random (seeded)
+MAX_CELLS_PER_REGIME = 46  # coarse levels first, within a level at random (seeded)
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def _regimes(
             lambda count, context, tokens: verify_cell(count, context, tokens, select=False),
         )
     if limits.max_num_seqs >= 2:
-        some = [d for d in (0, 3, 8) if d <= limits.d_max]
+        some = [d for d in (0, 3, 8, 15) if d <= limits.d_max]
         table["mixed"] = ((rows[1:], contexts, fractions, some), mixed_cell)
         if limits.select_verify and limits.d_max >= 3:
             table["mixed-plain"] = (
@@ -276,6 +276,9 @@ def _regimes(
         table["mixed-uneven"] = ((rows[2:], contexts, (1 / 2, 3 / 4, 7 / 8)), mixed_uneven_cell)
         # long rounds: of a large batch a few verify at any time
         table["mixed-few"] = ((rows[2:][-3:], contexts[::-2][::-1], (15 / 16, 31 / 32)), mixed_uneven_cell)
+        # sure of their drafts: whoever verifies has a long round
+        long = sorted({limits.d_max // 2, limits.d_max - 1})
+        table["mixed-few-long"] = ((rows[2:][-3:], contexts[::-2][::-1], (7 / 8, 15 / 16), long), mixed_cell)
     if with_prefill:
         with_mass = (0.0, 1.0) if limits.select_verify else (0.0,)
         table["prefill"] = ((chunks, contexts, with_mass), prefill_cell)
@@ -292,21 +295,26 @@ def _regimes(
 
 
 def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: bool) -> list[Cell]:
-    """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts. Draft steps, which are
-    most of a run and have one table, and mixed steps, which have most axes, get two turns."""
+    """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts, more of them with long
+    contexts, where runs spend their time. Draft steps, which are most of a run and have one table, and mixed steps,
+    which have most axes, get two turns."""
     regimes = _regimes(limits, with_prefill)
-    tables = [entry for name, entry in regimes.items() if name not in ("verify-plain", "sizes")]
-    tables += [regimes[name] for name in ("draft", "mixed", "mixed-uneven") if name in regimes]
+    turns = [name for name in regimes if name not in ("verify-plain", "sizes")]
+    turns += [name for name in ("draft", "mixed", "mixed-uneven") if name in regimes]
     cells = []
-    for index in range(80 * len(tables)):
-        axes, build = tables[index % len(tables)]
+    for index in range(80 * len(turns)):
+        name = turns[index % len(turns)]
+        axes, build = regimes[name]
         point = []
-        for axis in axes:
+        for place, axis in enumerate(axes):
             low, high = float(min(axis)), float(max(axis))
             if {low, high} <= {0.0, 1.0}:  # yes or no
                 point.append(float(generator.choice(np.asarray(axis))))
                 continue
-            value = float(np.exp(generator.uniform(np.log(max(low, 0.5)), np.log(max(high, 0.5)))))
+            share = generator.uniform()
+            if place == 1 and name != "prompts":  # contexts
+                share **= 0.5
+            value = max(low, 0.5) * (max(high, 0.5) / max(low, 0.5)) ** share
             point.append(value if high < 4 and low < 1 else float(round(min(max(value, low), high))))
         cell = build(*point)
         cells.append(ragged(cell) if generator.random() < 1 / 3 else cell)
