@@ -1,6 +1,7 @@
 """Writes the evidence of calibration: held-out error of profiles, error on recorded runs, noise of equal work.
 
     python calibration/make_evidence.py OUTPUT --profile SAMPLES MODEL [--profile SAMPLES MODEL ...] [--run RUN ...]
+        [--group NAME]
 
 SAMPLES and MODEL belong together (`aspire profile`, `aspire calibrate`). A RUN is a run directory, or a folder of them
 as `aspire bench` writes. It is priced by the profile of its model and hardware, or where there is none by the cost
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--profile", nargs=2, type=Path, action="append", required=True, metavar=("SAMPLES", "MODEL"))
     parser.add_argument("--run", nargs="+", default=[], help="run directories, or folders of them")
+    parser.add_argument("--group", default="calib", help="what the entries' names begin with, e.g. calib_shapes")
     given = parser.parse_args(arguments)
     samples = {model.stem: read_samples(path) for path, model in given.profile}
     models = {model.stem: load_cost_model(model, warn=lambda message: None) for _, model in given.profile}
@@ -118,8 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if runs:
         known = list(models.values())
         results.append(run_error_row({name: decode_validation(run, known) for name, run in runs.items()}))
+    for result in results:
+        result["id"] = result["id"].replace("calib.", f"{given.group}.", 1)
     pairs = " ".join(f"--profile {path.as_posix()} {model.as_posix()}" for path, model in given.profile)
-    command = f"calibration/make_evidence.py {given.output.as_posix()} {pairs} --run {' '.join(runs)}"
+    command = f"calibration/make_evidence.py {given.output.as_posix()} {pairs}"
+    command += f" --run {' '.join(runs)}" if runs else ""
+    command += f" --group {given.group}" if given.group != "calib" else ""
     headers = [each.header for each in samples.values()]
     setups = {(header.hardware.get("name"), str(header.versions)) for header in headers}
     if len(setups) > 1:
