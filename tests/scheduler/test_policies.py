@@ -283,3 +283,46 @@ def test_broken_policy_files_are_refused(data: Any, error: type[Exception], says
 def test_priced_policies_say_that_they_need_a_cost_model(kind: str) -> None:
     with pytest.raises(UsageError, match="calibrate"):
         built(kind).plan(view_of([0, 0]))
+
+
+@given(
+    contexts=st.lists(st.integers(20, 100_000), min_size=1, max_size=128),
+    longest=st.integers(0, 16),
+    data=st.data(),
+)
+def test_aspire_prices_some_of_a_large_batch_and_the_others_between_them(
+    contexts: list[int], longest: int, data: st.DataObject
+) -> None:
+    """Within 2 % of the price of each, whatever the batch; of few rows at all exactly."""
+    count = len(contexts)
+    drafted = np.array(data.draw(st.lists(st.integers(0, longest), min_size=count, max_size=count)))
+    asked = []
+
+    class Counted(LinearCost):
+        def predict(self, features: StepFeatures) -> np.ndarray:
+            asked.append(features.columns().shape[1])
+            return super().predict(features)
+
+    cost = Counted(base=1e-3, token=1e-6, kv=1e-8)
+    view = view_of(drafted.tolist(), context=100, cost_model=cost)
+    context = np.array(contexts) + drafted
+    view = replace(view, context_tokens=context, sparse_tokens=np.maximum(np.minimum(context, 512), context // 14))
+    policy = built("aspire", count)
+    found = policy._cost_ratio(view)
+    draft, verify = view.draft_features().columns() * count, view.verify_features().columns() * count
+    exact = cost.predict(StepFeatures.from_columns(draft)) / cost.predict(StepFeatures.from_columns(verify))
+    assert found == pytest.approx(exact, rel=0.02)
+    assert asked[0] <= 2 * count
+    if count <= 16:
+        assert found == pytest.approx(exact, rel=1e-12)
+
+
+def test_aspire_prices_few_of_a_batch_of_like_contexts() -> None:
+    cost = LinearCost(base=1e-3, token=1e-6, kv=1e-8)
+    drafted, sizes = np.arange(128) % 8, []
+    view = view_of(drafted.tolist(), context=100, cost_model=cost)
+    view = replace(view, context_tokens=7000 + 5 * np.arange(128), sparse_tokens=np.full(128, 512))
+    predict = cost.predict
+    cost.predict = lambda features: sizes.append(features.columns().shape[1]) or predict(features)  # type: ignore[method-assign]
+    built("aspire", 128).plan(view)
+    assert sizes == [2 * 2 * 8]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Polic
 from aspire.scheduler.slots import index_of
 
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
+_PRICED_ALONE = 16  # requests, up to which each is priced
+_STEPS_PER_OCTAVE = 3.0  # of contexts between which prices are straight lines
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def gains_by_drafting(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> NDArr
 class Aspire(Policy):
     """The paper's rule (arXiv 2609.17943), exactly: g* = argmax E(g) / (1 + c g) by request; verify at g*.
 
-    c prices a request as if all slots were copies of it (the paper's homogeneous approximation).
+    c prices a request as if all slots were copies of it (the paper's homogeneous approximation). In large batches some
+    are priced, the others in proportion between them.
     """
 
     kind = "aspire"
@@ -98,11 +101,62 @@ class Aspire(Policy):
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        copies = np.empty((len(FEATURES), 2 * count))
-        view.fill_draft_features(copies[:, :count], count)
-        view.fill_verify_features(copies[:, count:], count)
+        priced = _PricedRows.of(view.drafted, view.context_tokens)
+        some = view if priced is None else _only(view, priced.rows)
+        size = len(some.slots)
+        copies = np.empty((len(FEATURES), 2 * size))
+        some.fill_draft_features(copies[:, :size], count)
+        some.fill_verify_features(copies[:, size:], count)
         seconds = view.cost_model.predict(StepFeatures.from_columns(copies))
-        return np.asarray(seconds[:count] / np.maximum(seconds[count:], 1e-12))
+        ratio = np.asarray(seconds[:size] / np.maximum(seconds[size:], 1e-12))
+        return ratio if priced is None else priced.between(ratio)
+
+
+def _only(view: PolicyView, rows: Ints) -> PolicyView:
+    """The requests ``rows`` of ``view``."""
+    names = ("slots", "drafted", "can_draft", "context_tokens", "sparse_tokens")
+    return replace(view, **{name: getattr(view, name)[rows] for name in names})
+
+
+@dataclass(frozen=True)
+class _PricedRows:
+    """The requests of a large batch that are priced. What the others cost lies between two of them that hold as many
+    drafts, in proportion to their contexts, which are at most a fourth apart."""
+
+    rows: Ints  # [priced]
+    below: Ints  # [n] place in ``rows`` of the one with the next shorter context
+    above: Ints  # [n] and of the one with the next longer
+    weight: Floats  # [n] of the latter
+
+    @classmethod
+    def of(cls, drafted: Ints, context_tokens: Ints) -> _PricedRows | None:
+        """None where nearly all would be priced."""
+        count = len(drafted)
+        if count <= _PRICED_ALONE:
+            return None
+        order = np.lexsort((context_tokens, drafted))
+        drafts, context = drafted[order], context_tokens[order].astype(np.float64)
+        last = np.ones(count, dtype=bool)  # of those with equally many drafts
+        np.not_equal(drafts[1:], drafts[:-1], out=last[:-1])
+        octave = np.floor(_STEPS_PER_OCTAVE * np.log2(context))
+        priced = last.copy()
+        priced[0] = True
+        priced[1:] |= last[:-1] | (octave[1:] != octave[:-1])
+        rows = priced.nonzero()[0]
+        if 2 * len(rows) > count:
+            return None
+        below = np.cumsum(priced) - 1
+        above = below + ~priced
+        low = context[rows[below]]
+        weight = (context - low) / np.maximum(context[rows[above]] - low, 1.0)
+        place = np.empty(count, dtype=np.int64)
+        place[order] = np.arange(count)
+        return cls(order[rows], below[place], above[place], weight[place])
+
+    def between(self, values: Floats) -> Floats:
+        """[n] from ``values`` [priced]."""
+        low = values[self.below]
+        return np.asarray(low + self.weight * (values[self.above] - low))
 
 
 @dataclass(frozen=True)
