@@ -296,11 +296,12 @@ def _regimes(
 
 def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: bool) -> list[Cell]:
     """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts, more of them with long
-    contexts, where runs spend their time. Draft steps, which are most of a run and have one table, and mixed steps,
-    which have most axes, get two turns."""
+    contexts, where runs spend their time. Draft steps, which are most of a run and have one table, and steps of many
+    axes get more turns; special cases have their grid only."""
     regimes = _regimes(limits, with_prefill)
-    turns = [name for name in regimes if name not in ("verify-plain", "sizes")]
-    turns += [name for name in ("draft", "mixed", "mixed-uneven") if name in regimes]
+    special = ("sizes", "verify-plain", "verify-narrow", "mixed-plain", "mixed-prefill-plain")
+    turns = [name for name in regimes if name not in special]
+    turns += [name for name in ("draft", "verify", "verify", "mixed", "mixed-uneven") if name in regimes]
     cells = []
     for index in range(80 * len(turns)):
         name = turns[index % len(turns)]
