@@ -24,7 +24,7 @@ from aspire_calibration import Cell, PlanLimits, RowGroup, SamplesHeader
 
 _FOREVER = 1 << 30
 _WARM_STEPS = 3
-_IDLE_S = 0.03
+_IDLE_S = 0.003
 _DRAFTED = 8  # rows that draft hold 0 to 7 drafts: their lists are as old, and read that many tokens more
 _SAMPLING = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, max_tokens=1, ignore_eos=True, detokenize=False)
 _GOES_ON = replace(_SAMPLING, max_tokens=2)
