@@ -1,7 +1,8 @@
 """The engine: requests in, steps, outputs out.
 
 A step is `Scheduler.schedule` -> `ModelRunner.launch` -> wait -> `Scheduler.update`. With ``async_scheduling`` the next
-step is planned and launched before this one is waited for, so that the GPU never waits for the host.
+step is planned and launched before this one is waited for, so that the GPU never waits for the host. What the next plan
+does not depend on is done between launch and wait: records, ends of requests to come, the policy's learning.
 """
 
 from __future__ import annotations
@@ -218,6 +219,7 @@ class LLMEngine:
         """Wait for the oldest step in flight and apply what it found."""
         with self._nothing_lost():
             self.recorder.catch_up()
+            self.scheduler.learn()
             if self._waited_s > SLACK_S:
                 self.live.keep_up(self.scheduler.slots.requests)
             step = self._flight.popleft()

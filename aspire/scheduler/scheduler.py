@@ -131,6 +131,11 @@ class Scheduler(Residents):
         self._in_flight.append(plan)
         return plan
 
+    def learn(self) -> None:
+        """What the policy need not know before it plans the next step. For an executor that would only wait for the
+        step in flight; `update` makes up for it, with the same plans to follow."""
+        self.policy.learn()
+
     def update(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
         """Apply what came of ``plan``, the oldest in flight; returns the requests that finished in it."""
         if not self._in_flight or self._in_flight[0] is not plan:

@@ -161,18 +161,24 @@ class SurvivalModel:
         self._drafted: Ints = np.zeros(max_slots, dtype=np.int64)
         self._predicted: Floats = np.full((max_slots, d_max), p.prior_acceptance)
         self._root: Floats = np.full((max_slots, d_max), -1.0)  # sqrt(margin); -1 = not known
+        self._ended: tuple[Ints, Ints, Ints] | None = None  # slots, drafted, accepted of `end_rounds`, not learned yet
         self._first_cell: Ints = np.arange(max_slots, dtype=np.int64) * d_max  # of each slot in the two, laid out flat
 
     def reset(self, slots: Ints) -> None:
         """Forget the requests that were in ``slots`` [n]; what they taught about the population stays."""
+        self.learn()
         self.effect[slots] = 0.0
         self._variance[slots] = self.params.effect_variance
         self.drop_drafts(slots)
 
     def drop_drafts(self, slots: Ints) -> None:
         """Forget the drafts that ``slots`` [n] hold, e.g. after preemption; what their requests taught stays."""
+        self.learn()
         self._survival[slots] = 1.0
         self._drafted[slots] = 0
+        self._forget_margins(slots)
+
+    def _forget_margins(self, slots: Ints) -> None:
         self._root[slots] = -1.0
         self._predicted[slots] = self.params.prior_acceptance
 
@@ -186,6 +192,7 @@ class SurvivalModel:
 
     def observe_drafts(self, slots: Ints | slice, position: Ints, margin: Floats) -> None:
         """``slots`` [n] drafted one token each at ``position`` [n] (from 0) of their round, with ``margin`` [n]."""
+        self.learn()
         chance, root = self._judge(slots, position, margin)
         self._survival[slots] = np.where(position == 0, chance, self._survival[slots] * chance)
         self._drafted[slots] = position + 1
@@ -204,9 +211,23 @@ class SurvivalModel:
 
     def observe_verified(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
         """Verification of ``drafted`` [n] drafts, 0 allowed; the first ``accepted`` [n] were right; ends the rounds."""
-        count = len(slots)
-        if count == 0:
+        self.end_rounds(slots, drafted, accepted)
+        self.learn()
+
+    def end_rounds(self, slots: Ints, drafted: Ints, accepted: Ints) -> None:
+        """`observe_verified`, for `survival` of the next rounds at once; what they teach is left to `learn`."""
+        self.learn()
+        if len(slots):
+            self._ended = slots, drafted, accepted
+            self._survival[slots] = 1.0
+            self._drafted[slots] = 0
+
+    def learn(self) -> None:
+        """Learn from the rounds that ended last, if that is not done: at the latest before anything else changes."""
+        if self._ended is None:
             return
+        (slots, drafted, accepted), self._ended = self._ended, None
+        count = len(slots)
         judged = np.minimum(accepted + 1, drafted)  # what lies behind the first rejection was never judged
         # Few of the d_max places are judged: work on those alone, as one flat list.
         ends = np.cumsum(judged)
@@ -221,11 +242,12 @@ class SurvivalModel:
         if self._new_rounds >= min(self._block_rounds, 1 + self._seen_rounds // 64):
             self._learn_population()
         self._learn_effect(slots, _sums(row, miss, count), _sums(row, information, count))
-        self.drop_drafts(slots)
+        self._forget_margins(slots)
 
     def pass_rounds(self, slots: Ints, rounds: Ints) -> None:
         """``slots`` [n] verified ``rounds`` [n] times without drafts: what was learned fades, as `observe_verified` of
         them one by one would let it."""
+        self.learn()
         self._learn_population()
         self._fade(int(rounds.sum()))
         self._refresh_pooled()
@@ -264,6 +286,7 @@ class SurvivalModel:
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned about the population, as JSON values."""
+        self.learn()
         self._learn_population()
         return {
             "weights": self.weights.tolist(),

@@ -27,12 +27,13 @@ POLICIES = {
     "fsm": {},
     "aspire": {"cost_ratio": 0.1},
     "goodput": {"cost_ratio": 0.1},
+    "goodput:priced": {},
 }
 
 
 def _engine(policy: str, *, ahead: bool, num_pages: int | None = None) -> LLMEngine:
     limits = Limits(4, 64, 160, num_pages=num_pages, async_scheduling=ahead)
-    return make_engine("llama", PolicySpec(kind=policy, params=POLICIES[policy], selector=small("verify")), limits)
+    return make_engine("llama", PolicySpec(policy.split(":")[0], POLICIES[policy], small("verify")), limits)
 
 
 def _submit(engine: LLMEngine, **params: object) -> None:
@@ -91,7 +92,7 @@ def test_a_failing_step_gives_its_requests_back(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("policy", ["autoregressive", "fixed", "goodput"])
+@pytest.mark.parametrize("policy", ["autoregressive", "fixed", "goodput", "goodput:priced"])
 def test_requests_that_arrive_between_steps_replay(policy: str, ahead: bool, tmp_path) -> None:  # noqa: ANN001
     engine = _engine(policy, ahead=ahead)
     count = 24
@@ -122,6 +123,46 @@ def test_a_policy_is_switched_and_requests_aborted_with_a_step_in_flight() -> No
         finished |= {output.request_id for output in engine.step()}
     check_drained(engine)
     assert not engine.scheduler.in_flight
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_policy_learns_between_the_launch_of_the_next_step_and_the_outcome_of_this(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the next step could not be planned, on drains, aborts and switches."""
+    engine, calls = _engine("goodput:priced", ahead=ahead), []
+
+    def watch(owner: object, name: str) -> None:
+        found = getattr(owner, name)
+
+        def noted(*given: object, **more: object) -> object:
+            result = found(*given, **more)
+            if name != "schedule" or result is not None:
+                calls.append(name)
+            if name == "launch":
+                return lambda: (calls.append("wait"), result())[1]
+            return result
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("schedule", "learn", "update"):
+        watch(engine.scheduler, name)
+    watch(engine.runner, "launch")
+    _submit(engine, ignore_eos=True)
+    engine.add_request("penal", prompt_of(20), SamplingParams(max_tokens=4, repetition_penalty=1.2, ignore_eos=True))
+    for step in range(40):
+        if step == 20:
+            engine.set_policy(PolicySpec("goodput", {}, small("verify")))
+        engine.step()
+    for name in list(engine.scheduler.requests)[1:]:
+        engine.abort(name)
+    while engine.has_unfinished_requests:
+        engine.step()
+    steps = calls.count("update")
+    assert steps == calls.count("learn") == calls.count("wait") == calls.count("launch") > 40
+    words = "".join({"schedule": "", "launch": "L", "learn": "l", "wait": "w", "update": "u"}[name] for name in calls)
+    assert words.replace("lwu", "").strip("L") == "", words
+    assert ("Llwu" * 10 in words) and (not ahead or "LLlwu" in words) and (ahead or "LL" not in words)
 
 
 def test_a_run_tells_which_paths_its_kernels_took() -> None:

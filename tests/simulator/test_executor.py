@@ -25,7 +25,7 @@ from aspire_simulator.validation import ExactOutcomes, validate_run
 from aspire_simulator.workload import Workload, synthetic
 from tests.simulator.helpers import LinearCost
 
-POLICIES = ["autoregressive", "fixed:g=3+window", "staggered:g=4", "fsm", "aspire", "oracle"]
+POLICIES = ["autoregressive", "fixed:g=3+window", "staggered:g=4", "fsm", "aspire", "goodput", "oracle"]
 ACCEPTANCES = [Iid(0.8), ByPosition((0.9, 0.6)), Markov(0.95, 0.5), BetaEffect(6, 2)]
 
 
@@ -47,7 +47,7 @@ def scenarios(draw: Any) -> dict[str, Any]:
         "workload": work,
         "policy": parse_policy(draw(st.sampled_from(POLICIES))),
         "acceptance": draw(st.sampled_from(ACCEPTANCES)),
-        "config": config(num_pages=pages, max_num_seqs=draw(st.integers(1, 8))),
+        "config": config(num_pages=pages, max_num_seqs=draw(st.integers(1, 8)), async_scheduling=draw(st.booleans())),
         "seed": draw(st.integers(0, 99)),
         "noise": draw(st.sampled_from([0.0, 0.05])),
     }

@@ -117,7 +117,14 @@ class Policy(ABC):
         return False
 
     def observe(self, feedback: Feedback) -> None:  # noqa: B027  (nothing to learn is a valid choice)
-        """Learn from a finished step."""
+        """Take note of a finished step. What the next `plan` goes by is due here, all else may be left to `learn`."""
+
+    def learn(self) -> None:  # noqa: B027
+        """Do what may be known one plan later: once the next step is launched, while the device works.
+
+        Nobody need call it, and calling it twice is as good as once: `observe` begins with what is left of it, so that
+        the order is always plan of the next step, `learn`, outcome of this one, whoever runs the steps.
+        """
 
     def reset(self, slots: Ints) -> None:  # noqa: B027
         """Forget the requests that were in ``slots``; others move in."""

@@ -70,6 +70,11 @@ def _alike(requests: int, others: int) -> bool:
     return 8 * abs(requests - others) <= others
 
 
+def _comparable(requests: int, others: int) -> bool:
+    """Whether prices of a batch of ``others`` will do for a few steps of this one: neither is twice the other."""
+    return requests < 2 * others and others < 2 * requests
+
+
 @dataclass
 class _Standing:
     """Prices that stand until they are old or the batch is another one. ``age``: steps in which they stood; ``common``:
@@ -97,6 +102,8 @@ class Goodput(Policy):
         self._pace = Pace(params.window_tokens)
         self._alone, self._beside = _Standing(), _Standing()  # of steps without and with prompts
         self._standing = self._alone
+        self._stale: PolicyView | None = None  # the batch whose standing prices are old
+        self._drafting = False  # the step planned last only drafts
         self._model: CostModel | None = None
         self._empty_s = 0.0  # an empty step of the model
         self._prompt_steps = 0  # steps with prompts in a row
@@ -126,6 +133,7 @@ class Goodput(Policy):
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         count, held = len(view.slots), np.count_nonzero(view.drafted)
+        self._drafting = False
         if not count or not self.d_max:
             return np.full(count, _VERIFY)
         self._prompt_steps = self._prompt_steps + 1 if view.other.query_tokens else 0
@@ -143,7 +151,8 @@ class Goodput(Policy):
         common, prices = self._standing.common, self._standing.prices
         if common and prices is not None and (held or self._promising(prices)):
             actions = plan_round(prices.rounds, view, survival * upcoming[:, 0], rate, self.params.hysteresis)
-            if held or np.count_nonzero(actions == _DRAFT):
+            self._drafting = bool(np.count_nonzero(actions == _DRAFT))
+            if held or self._drafting:
                 self.resting, self._rest, self._long_rest = False, 0, 0
                 self._idle[at] = 0
                 return actions
@@ -160,14 +169,17 @@ class Goodput(Policy):
             draft &= view.drafted > 0
         # autoregressive for now: no page mass is paid for; who holds drafts will want a list for the next ones
         self.resting = not held and not np.count_nonzero(draft)
-        # prices beside prompts say little of the steps without that follow
-        self._rest = self._rest_steps(view, wanted) if self.resting and self._standing is self._alone else 0
-        if self.resting and prices is not None and prices.promise * self._pace.kept > 1.0 + self.params.hysteresis:
-            self._pace.limit(_DOUBT)
+        self._rest = 0
+        if self.resting and self._stale is None:  # asked again as soon as there are new prices
+            if self._standing is self._alone:  # prices beside prompts say little of the steps without that follow
+                self._rest = self._rest_steps(view, wanted)
+            if prices is not None and prices.promise * self._pace.kept > 1.0 + self.params.hysteresis:
+                self._pace.limit(_DOUBT)
         self._rests_for = count
         return np.where(draft & (view.drafted < self.d_max), _DRAFT, _VERIFY)
 
     def observe(self, feedback: Feedback) -> None:
+        self.learn()
         count = len(feedback.slots)
         if not count or not self.d_max:
             return
@@ -191,10 +203,24 @@ class Goodput(Policy):
             slots, drafted, accepted = slots[judged], drafted[judged], accepted[judged]
         drafted = np.minimum(drafted, self.survival.d_max)
         accepted = np.minimum(accepted, drafted)
-        self.survival.observe_verified(slots, drafted, accepted)
+        self.survival.end_rounds(slots, drafted, accepted)
         self._idle[slots] = (self._idle[slots] + 1) * (drafted == 0)
         tokens = float(np.add.reduce(accepted) + len(slots))
         self._count_rate(feedback, tokens, float(np.add.reduce(drafted)) if p.cost_ratio is not None else 0.0)
+
+    def learn(self) -> None:
+        """Learn from the rounds that ended last; price the batch anew, or its latest steps, where it is time to.
+
+        To price takes longer than a step in which a large batch drafts: a common round is waited for, its verification
+        is long enough.
+        """
+        self.survival.learn()
+        view, now, model = self._stale, self._standing, self._model
+        patience = 2 * REPRICE_STEPS if self._drafting else REPRICE_STEPS
+        if view is not None and model is not None and not (self._drafting and now.age < patience):
+            self._reprice(now, view, model)
+        elif now.age:  # prices that are as new as the plan: one call of the cost model a step is enough
+            self._pace.settle(patience)
 
     def _rests_on(self, requests: int) -> bool:
         if not self._rest or not _alike(requests, self._rests_for):
@@ -236,13 +262,14 @@ class Goodput(Policy):
         return max(self._long_rest - 1, 0)
 
     def _rate(self, view: PolicyView) -> float:
-        """Tokens per second of this batch lately, in the unit of its prices, which are seen to."""
+        """Tokens per second of this batch lately, in the unit of its prices. Where there are none to go by they are
+        made here; those of a batch that aged or changed a little are left to `learn`."""
         p = self.params
         if p.cost_ratio is not None:
             if not self._pace.started:
                 acceptance = self.survival.params.prior_acceptance
                 self._pace.start(best_rate(acceptance, p.cost_ratio + p.verify_ratio, self.d_max), len(view.slots))
-            return self._pace.now()
+            return self._pace.rate
         if view.cost_model is None:
             raise UsageError(
                 "policy 'goodput' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
@@ -253,11 +280,18 @@ class Goodput(Policy):
             self._alone, self._beside = _Standing(), _Standing()
         now = self._standing = self._beside if prompt_tokens else self._alone
         now.age += 1
-        if now.prices is not None and not self._outdated(now.prices, view):
-            return now.prices.ar_rate * self._pace.now(REPRICE_STEPS)  # a mean over many more
+        prices, self._stale = now.prices, None
+        if prices is None or not _comparable(len(view.slots), prices.requests):
+            prices = self._reprice(now, view, model)
+        elif self._outdated(prices, view):
+            self._stale = view
+        return prices.ar_rate * self._pace.rate
+
+    def _reprice(self, now: _Standing, view: PolicyView, model: CostModel) -> Prices:
+        """Prices of the batch of ``view``, which stand from ``now`` on."""
         before, assumed = now.prices, self.survival.unseen_acceptance(view.slots)
         prices = now.prices = price_batch(view, model, assumed, self._empty_s)
-        now.age = 0
+        now.age, self._stale = 0, None
         common = prices.rounds.rate / prices.ar_rate
         if before is not None and before.requests != len(view.slots) and now is self._alone:
             self._pace.limit(prices.promise / before.promise)
@@ -267,7 +301,7 @@ class Goodput(Policy):
             self._pace.reprice(model, prices.ar_rate, common, together=now.common)
         if not self._pace.started:
             self._pace.start(prices.promise, len(view.slots))
-        return prices.ar_rate * self._pace.now(2 * REPRICE_STEPS)  # one call of the cost model a step is enough
+        return prices
 
     def _promising(self, prices: Prices) -> bool:
         """Whether common rounds are faster than plain decoding, by their prices and by what came of such promises.

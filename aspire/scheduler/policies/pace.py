@@ -44,8 +44,8 @@ class _Terms:
 class Pace:
     """The batch's speed over its own autoregressive speed, from its steps; it survives batches that grow and shrink.
 
-    Steps are kept until somebody asks for the pace, then priced in one call of the cost model (at once where it learns
-    from them). A step of plain decoding has the pace 1 and needs no price.
+    Steps are kept until `settle`, then priced in one call of the cost model (at once where it learns from them). A step
+    of plain decoding has the pace 1 and needs no price.
     """
 
     def __init__(self, window_tokens: float) -> None:
@@ -125,12 +125,21 @@ class Pace:
         if self._tracker is not None:
             self._tracker.observe(tokens, time)
 
-    def now(self, pending: int = 0) -> float:
-        """Tokens lately over those of plain decoding in the same time; never below 1. Up to ``pending`` steps may be
-        left out, not priced yet."""
+    @property
+    def rate(self) -> float:
+        """Tokens lately over those of plain decoding in the same time; never below 1. Steps that are not priced yet
+        are left out."""
+        return 1.0 if self._tracker is None else max(1.0, self._tracker.rate)
+
+    def now(self) -> float:
+        """`rate`, steps up to the last that committed tokens included."""
+        self.settle()
+        return self.rate
+
+    def settle(self, pending: int = 0) -> None:
+        """Price the steps that are not, if more than ``pending`` are."""
         if len(self._steps) > pending and (self._committed or len(self._steps) >= _MOST_PENDING):
             self._settle()
-        return 1.0 if self._tracker is None else max(1.0, self._tracker.rate)
 
     def _settle(self) -> None:
         if not self._steps or self._model is None:
