@@ -117,7 +117,7 @@ def prefill_context(rows: Floats, prefill_tokens: Floats, prefill_pairs: Floats)
 class CostModel(Protocol):
     """Predicts the latency of steps from their features, as they follow each other.
 
-    A model may also have ``start_latency_s``, see `start_latency_of`.
+    A model may also have ``start_latency_s`` and ``cells_per_price``, see the functions of these names.
     """
 
     def predict(self, features: StepFeatures) -> Floats:
@@ -127,6 +127,11 @@ class CostModel(Protocol):
     def marginal(self, base: StepFeatures, added: StepFeatures) -> Floats:
         """Seconds that ``added`` work costs on top of the steps ``base`` (shapes broadcast)."""
         ...
+
+
+def cells_per_price_of(cost_model: CostModel) -> int:
+    """Measured cells that a price is compared with, each of which takes time; 0 for prices that are plain sums."""
+    return int(getattr(cost_model, "cells_per_price", 0))
 
 
 def start_latency_of(cost_model: CostModel) -> float:

@@ -93,6 +93,11 @@ class KrigedModel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_compiled", _Compiled(self))
 
+    @property
+    def cells(self) -> int:
+        """Cells that each price is compared with."""
+        return len(self.pulls)
+
     def seconds(self, features: Floats) -> Floats:
         """[steps] from features [len(FEATURES), steps]."""
         return np.asarray(self.base.seconds(features) * np.exp(self._compiled.correction(features)))

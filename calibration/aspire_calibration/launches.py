@@ -56,6 +56,13 @@ class LaunchModel:
         )
         return graph, prompts, eager
 
+    @property
+    def cells(self) -> int:
+        """Most cells that a price is compared with; 0 where no part is kriged."""
+        return max(
+            part.cells if isinstance(part, KrigedModel) else 0 for part in (self.graph, self.prompts, self.eager)
+        )
+
     def seconds(self, features: Floats) -> Floats:
         """[steps] from [len(FEATURES), steps]."""
         prompts, eager = kinds_of(features, self.graph_tokens)

@@ -31,6 +31,13 @@ def test_a_profile_states_the_error_that_it_has(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_model_tells_how_many_cells_a_price_takes(name):
+    model = load_cost_model(PROFILES / f"{name}.json")
+    cells = len(read_samples(PROFILES / f"{name}.samples.jsonl").measured)
+    assert 0 < model.cells_per_price <= cells if model.file.form == "kriging" else model.cells_per_price == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_profile_names_no_place_of_the_machine_that_made_it(name):
     with (PROFILES / f"{name}.samples.jsonl").open() as lines:
         command = json.loads(next(lines))["command"]

@@ -299,6 +299,8 @@ def test_aspire_prices_some_of_a_large_batch_and_the_others_between_them(
     asked = []
 
     class Counted(LinearCost):
+        cells_per_price = 1000
+
         def predict(self, features: StepFeatures) -> np.ndarray:
             asked.append(features.columns().shape[1])
             return super().predict(features)
@@ -313,7 +315,7 @@ def test_aspire_prices_some_of_a_large_batch_and_the_others_between_them(
     exact = cost.predict(StepFeatures.from_columns(draft)) / cost.predict(StepFeatures.from_columns(verify))
     assert found == pytest.approx(exact, rel=0.02)
     assert asked[0] <= 2 * count
-    if count <= 16:
+    if count <= 16:  # priced whole
         assert found == pytest.approx(exact, rel=1e-12)
 
 
@@ -322,7 +324,10 @@ def test_aspire_prices_few_of_a_batch_of_like_contexts() -> None:
     drafted, sizes = np.arange(128) % 8, []
     view = view_of(drafted.tolist(), context=100, cost_model=cost)
     view = replace(view, context_tokens=7000 + 5 * np.arange(128), sparse_tokens=np.full(128, 512))
-    predict = cost.predict
+    predict, cost.cells_per_price = cost.predict, 1000  # type: ignore[attr-defined]
     cost.predict = lambda features: sizes.append(features.columns().shape[1]) or predict(features)  # type: ignore[method-assign]
     built("aspire", 128).plan(view)
     assert sizes == [2 * 2 * 8]
+    cost.cells_per_price = 0  # type: ignore[attr-defined]
+    built("aspire", 128).plan(view)
+    assert sizes[1:] == [2 * 128], "prices that are plain sums are asked for at once"

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError
-from aspire.scheduler.features import FEATURES, StepFeatures
+from aspire.scheduler.features import FEATURES, StepFeatures, cells_per_price_of
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
 from aspire.scheduler.slots import index_of
 
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
-_PRICED_ALONE = 16  # requests, up to which each is priced
+_SLOW_TO_PRICE = 16_000  # cells times requests; a batch of fewer is priced whole
 _STEPS_PER_OCTAVE = 3.0  # of contexts between which prices are straight lines
 
 
@@ -58,7 +58,7 @@ class Aspire(Policy):
     """The paper's rule (arXiv 2609.17943), exactly: g* = argmax E(g) / (1 + c g) by request; verify at g*.
 
     c prices a request as if all slots were copies of it (the paper's homogeneous approximation). In large batches some
-    are priced, the others in proportion between them.
+    are priced, the others in proportion between them, where the cost model is slow to ask.
     """
 
     kind = "aspire"
@@ -101,7 +101,8 @@ class Aspire(Policy):
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        priced = _PricedRows.of(view.drafted, view.context_tokens)
+        slow = cells_per_price_of(view.cost_model) * count > _SLOW_TO_PRICE
+        priced = _PricedRows.of(view.drafted, view.context_tokens) if slow else None
         some = view if priced is None else _only(view, priced.rows)
         size = len(some.slots)
         copies = np.empty((len(FEATURES), 2 * size))
@@ -120,7 +121,7 @@ def _only(view: PolicyView, rows: Ints) -> PolicyView:
 
 @dataclass(frozen=True)
 class _PricedRows:
-    """The requests of a large batch that are priced. What the others cost lies between two of them that hold as many
+    """The requests of a batch that are priced. What the others cost lies between two of them that hold as many
     drafts, in proportion to their contexts, which are at most a fourth apart."""
 
     rows: Ints  # [priced]
@@ -132,8 +133,6 @@ class _PricedRows:
     def of(cls, drafted: Ints, context_tokens: Ints) -> _PricedRows | None:
         """None where nearly all would be priced."""
         count = len(drafted)
-        if count <= _PRICED_ALONE:
-            return None
         order = np.lexsort((context_tokens, drafted))
         drafts, context = drafted[order], context_tokens[order].astype(np.float64)
         last = np.ones(count, dtype=bool)  # of those with equally many drafts
