@@ -319,6 +319,18 @@ def test_aspire_prices_some_of_a_large_batch_and_the_others_between_them(
         assert found == pytest.approx(exact, rel=1e-12)
 
 
+def test_aspire_draws_no_line_over_a_gap_between_contexts() -> None:
+    """What is a fifth longer than the shortest is not priced between that one and one eight times as long."""
+    cost = LinearCost(base=1e-3, token=1e-6, kv=1e-8)
+    cost.cells_per_price = 1000  # type: ignore[attr-defined]
+    view = view_of([4] * 128, context=100, cost_model=cost)
+    context = np.repeat([1050, 1270, 8000], [40, 40, 48])
+    view = replace(view, context_tokens=context, sparse_tokens=np.full(128, 512))
+    draft, verify = view.draft_features().columns() * 128, view.verify_features().columns() * 128
+    exact = cost.predict(StepFeatures.from_columns(draft)) / cost.predict(StepFeatures.from_columns(verify))
+    assert built("aspire", 128)._cost_ratio(view) == pytest.approx(exact, rel=0.02)
+
+
 def test_aspire_prices_few_of_a_batch_of_like_contexts() -> None:
     cost = LinearCost(base=1e-3, token=1e-6, kv=1e-8)
     drafted, sizes = np.arange(128) % 8, []

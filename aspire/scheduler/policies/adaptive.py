@@ -135,12 +135,10 @@ class _PricedRows:
         count = len(drafted)
         order = np.lexsort((context_tokens, drafted))
         drafts, context = drafted[order], context_tokens[order].astype(np.float64)
-        last = np.ones(count, dtype=bool)  # of those with equally many drafts
-        np.not_equal(drafts[1:], drafts[:-1], out=last[:-1])
-        octave = np.floor(_STEPS_PER_OCTAVE * np.log2(context))
-        priced = last.copy()
-        priced[0] = True
-        priced[1:] |= last[:-1] | (octave[1:] != octave[:-1])
+        step = np.floor(_STEPS_PER_OCTAVE * np.log2(context))
+        edge = (drafts[1:] != drafts[:-1]) | (step[1:] != step[:-1])
+        priced = np.ones(count, dtype=bool)  # the first and the last of each step
+        priced[1:-1] = edge[:-1] | edge[1:]
         rows = priced.nonzero()[0]
         if 2 * len(rows) > count:
             return None
