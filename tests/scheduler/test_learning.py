@@ -14,7 +14,8 @@ from aspire.scheduler import PolicySpec, Request, Scheduler, SchedulerConfig, St
 from aspire.scheduler.policies.goodput import REPRICE_STEPS, Goodput
 from aspire.scheduler.survival import SurvivalModel
 from tests.scheduler.executor import FakeExecutor
-from tests.scheduler.test_goodput import DRAFT, VerifyingIsDear, built, outcome, view_of
+from tests.scheduler.test_goodput import DRAFT, built, outcome, view_of
+from tests.scheduler.test_goodput_rounds import VerifyingIsDear
 from tests.simulator.helpers import LinearCost
 
 LONG = LinearCost(base=1e-3, token=1e-6, kv=2e-8)  # contexts of 8k are dear to verify
