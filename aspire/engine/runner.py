@@ -19,6 +19,7 @@ from aspire.engine.step_input import Shape, StepInput, host_buffer, to_device
 from aspire.errors import EngineError
 from aspire.models import Decoder, rope_tables
 from aspire.scheduler import PAGE_TOKENS, SchedulerConfig, SelectorSpec, StepPlan
+from aspire.scheduler.features import GRAPH_WIDTHS
 from aspire.scheduler.pages import PageTable
 from aspire_kernels import MAX_VERIFY_QUERIES, Backend, SamplingRows, SlotState
 
@@ -88,7 +89,7 @@ class StepBounds:
         )
 
 
-_VERIFY_WIDTHS = np.array([0, 1, 3, 5, 9, MAX_VERIFY_QUERIES])
+_VERIFY_WIDTHS = np.array([0, *GRAPH_WIDTHS])
 
 
 def _power(value: int) -> int:

@@ -96,6 +96,10 @@ class StepFeatures:
         return StepFeatures.from_matrix(matrix)
 
 
+GRAPH_WIDTHS = (1, 3, 5, 9, 17)
+"""Query tokens of the widest verifying row that graphs of decode steps are made for: the engine captures them for
+these, the calibrator prices their steps apart. Graphs of steps with prompts are all made for the widest."""
+
 FEATURES: tuple[str, ...] = tuple(field.name for field in fields(StepFeatures))
 _PLACE = {name: index for index, name in enumerate(FEATURES)}
 MAXIMA = slice(_PLACE["verify_width"], None)

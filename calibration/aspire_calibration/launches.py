@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import InputError, check_keys
-from aspire.scheduler.features import Floats
+from aspire.scheduler.features import GRAPH_WIDTHS, Floats
 from aspire_calibration.kriging import KrigedModel, fit_kriged
 from aspire_calibration.overlap import fit_max
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative
 from aspire_calibration.staircase import fit_staircase
-from aspire_calibration.variables import GRAPH_WIDTHS, INDEX, variable_rows
+from aspire_calibration.variables import INDEX, variable_rows
 
 TOKEN_KNOTS = (512.0, 2048.0)  # of chunks: GEMMs of few tokens use a GPU badly
 MIN_CELLS = 8  # steps; with fewer a part of their own is not worth having
@@ -120,7 +120,7 @@ def launch_terms(roofline: list[Ramp], features: Floats) -> list[Ramp]:
     """Terms of decode steps: the roofline and what chooses the launches."""
     terms = [*roofline, Ramp("mean_context_octaves")]
     width = variable_rows(features, ["widest_verify"])[0]
-    edges = [low for low in GRAPH_WIDTHS if (width <= low).any() and (width > low).any()]
+    edges = [low for low in map(float, GRAPH_WIDTHS) if (width <= low).any() and (width > low).any()]
     terms += [Ramp("widest_verify", low, low + 1.0) for low in edges]
     for name, low in (("wide_kv_tokens", 1.0), ("widest_kv_tokens", 9.0)):
         if ((width > 0) & (width <= low)).any() and (width > low).any():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from aspire.scheduler.features import FEATURES, Floats, prefill_context
+from aspire.scheduler.features import FEATURES, GRAPH_WIDTHS, Floats, prefill_context
 from aspire.scheduler.once import once
 
 INDEX = {name: position for position, name in enumerate(FEATURES)}
@@ -18,9 +18,6 @@ VERIFY_WIDTH, LONGEST_FULL, LONGEST_SPARSE = (
 )
 SPARSE_KV = INDEX["sparse_kv_tokens"]
 SHORT_CONTEXT = 128.0  # tokens: no step tells shorter contexts apart
-# Query tokens of the widest verifying row that graphs of decode steps are made for. The graphs of steps with prompts
-# are all made for the most rows and the widest.
-GRAPH_WIDTHS = (1.0, 3.0, 5.0, 9.0, 17.0)
 _BOUNDS = np.array([0.0, *GRAPH_WIDTHS])
 
 # name -> (unit of the variable, definition)

@@ -13,6 +13,8 @@ from aspire.engine.config import EngineConfig
 from aspire.engine.limits import GRAPH_BUCKETS, device_of, scheduler_config_of
 from aspire.errors import UsageError
 from aspire.scheduler import MAX_DRAFT
+from aspire.scheduler.features import GRAPH_WIDTHS
+from aspire_kernels import MAX_VERIFY_QUERIES
 from tests.invariants.models import tiny_model
 
 MODEL = "llama"
@@ -54,3 +56,7 @@ def test_a_device_that_torch_does_not_know_is_refused_by_name() -> None:
     assert device_of("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(UsageError, match="device 'gpu' is not known; allowed: auto, cpu, cuda, cuda:N"):
         device_of("gpu")
+
+
+def test_the_widest_graph_holds_the_widest_verification() -> None:
+    assert GRAPH_WIDTHS[-1] == MAX_VERIFY_QUERIES == MAX_DRAFT + 1
