@@ -154,18 +154,17 @@ class _Compiled:
         self.sums = sum_matrix(self.names)
         self.per_unit = 1.0 / model.units[:, None]
         self.mix = model.mix / np.log(2.0)
-        axes, cells = model.places.shape
+        cells = len(model.pulls)
         # |x - c|^2 = |c|^2 - 2 c.x + |x|^2 as one product, of [c, |c|^2, 1] and [-2 x, 1, |x|^2]
         self.cells = np.concatenate([model.places, (model.places**2).sum(axis=0)[None], np.ones((1, cells))]).T.copy()
-        self.axes = axes
         self.block = max(1, MATRIX_WORK // self.cells.size)
 
     def correction(self, features: Floats) -> Floats:
         """[steps]: logarithm of what the base is multiplied by."""
         values = fill_rows(features, self.names, self.sums)
         values *= self.per_unit
-        steps = np.ones((self.axes + 2, values.shape[1]))
-        at = np.matmul(self.mix, np.log1p(values, out=values), out=steps[: self.axes])
+        steps = np.ones((self.cells.shape[1], values.shape[1]))
+        at = np.matmul(self.mix, np.log1p(values, out=values), out=steps[:-2])
         np.einsum("as,as->s", at, at, out=steps[-1])
         at *= -2.0
         pull = np.empty(at.shape[1])
@@ -233,7 +232,8 @@ def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, fl
 
     errors = {pair: error(*pair) for pair in itertools.product(REACHES, NOISES)}
     most = NEARLY * min(errors.values())
-    return min((share, found, reach) for (reach, share), found in errors.items() if found <= most)[::-2]
+    share, _, reach = min((share, found, reach) for (reach, share), found in errors.items() if found <= most)
+    return reach, share
 
 
 def base_terms(features: Floats) -> list[Ramp]:
