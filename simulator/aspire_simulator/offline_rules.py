@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -15,20 +16,20 @@ Floats = NDArray[np.float64]
 FIRST_ACCEPTANCE = 0.9  # alpha_0 of the paper
 
 
-class Rule:
+class Rule(ABC):
     """A draft-length rule over requests 0..n-1. `more` is asked before each draft, `drafted` told its margin."""
 
+    @abstractmethod
     def more(self, requests: Ints, drafted: int) -> NDArray[np.bool_]:
         """[n]: draft once more, holding ``drafted`` drafts."""
-        raise NotImplementedError
 
-    def drafted(self, requests: Ints, position: int, margin: Floats) -> None:
+    def drafted(self, requests: Ints, position: int, margin: Floats) -> None:  # noqa: B027  (many learn nothing here)
         """The draft at ``position`` (from 0) was made with ``margin`` [n]."""
 
-    def verified(self, requests: Ints, drafted: Ints, accepted: Ints) -> None:
+    def verified(self, requests: Ints, drafted: Ints, accepted: Ints) -> None:  # noqa: B027
         """A round ended."""
 
-    def foretold(self, requests: Ints, accepted: Ints) -> None:
+    def foretold(self, requests: Ints, accepted: Ints) -> None:  # noqa: B027
         """What the round would accept; for hindsight alone."""
 
 
