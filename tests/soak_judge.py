@@ -185,8 +185,9 @@ class Judge:
         found = []
         for index in range(STRANGERS):
             prompt = [self._dice.randrange(vocab) for _ in range(self._dice.randint(1, most))]
-            params = SamplingParams(temperature=0.0, max_tokens=self._dice.randint(1, 16), ignore_eos=True)
-            found.append(Asked(f"stranger/{index}", prompt, replace(params, detokenize=False)))
+            tokens = self._dice.randint(1, 16)
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            found.append(Asked(f"stranger/{index}", prompt, params))
         return found
 
     def to_json(self) -> dict[str, Any]:
