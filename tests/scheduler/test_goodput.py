@@ -315,9 +315,6 @@ def test_planning_is_cheap() -> None:
     assert best_s < 600e-6
 
 
-ROWS = ("slots", "verified", "drafted", "accepted", "margin")
-
-
 def test_the_rate_to_beat_is_that_of_a_batch_that_makes_no_page_lists() -> None:
     model = LoadedCostModel(analytic_model("h200", "smollm2-135m"), warn=lambda message: None)
     view = view_of([4000] * 32, [512] * 32, model)

@@ -10,7 +10,9 @@ import numpy as np
 from aspire.scheduler import Action, StepFeatures
 from aspire.scheduler.policies.goodput import Goodput
 from aspire.scheduler.policies.rounds import RoundPrices, plan_round
-from tests.scheduler.test_goodput import DRAFT, ROWS, built, outcome, play, view_of
+from tests.scheduler.test_goodput import DRAFT, built, outcome, play, view_of
+
+ROWS = ("slots", "verified", "drafted", "accepted", "margin")
 
 
 class VerifyingIsDear:
