@@ -78,6 +78,16 @@ def test_equal_lengths_are_cut_into_chunks(queries: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [VERIFY, PREFILL])
+def test_many_query_rows_in_many_parts(kind: int, device: str) -> None:
+    """An item's last program merges its parts block by block of rows, and so many parts at a time."""
+    queries = 11 if kind == VERIFY else 24
+    case = make_case([Row(queries, 640)], kv_heads=1, group=3, head_dim=32, device=device)
+    per_sm = 1 if device == "cuda" else 6
+    check(case, torch.float32, {kind: Tile(64 if kind == VERIFY else 128, 16, 4, 3, per_sm=per_sm, min_share=1)})
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_half_precision(device: str) -> None:
     case = make_case(MIXES["mixed"], kv_heads=2, group=3, head_dim=64, dtype=torch.float16, device=device)
     check(case, torch.float16)

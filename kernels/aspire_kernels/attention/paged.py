@@ -215,7 +215,7 @@ def _launch_class(
         arrivals = _workspace(q.device, f"arrivals.{name}", plan.programs, torch.int32)
     lse = lse if with_mass and lse is not None else plan.header
     queries = class_queries(batch, plan.kind)
-    merge_rows = next_power_of_2(min(plan.block_m, queries * (heads // kv_heads)))
+    merge_rows, merge_parts = _merge_shape(plan.kind, tile.warps, queries * (heads // kv_heads), block_d)
     attention_kernel[(plan.programs,)](
         q,
         k_cache,
@@ -257,7 +257,7 @@ def _launch_class(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         TWO_LOOPS=plan.block_m >= 64,
         MERGE_ROWS=merge_rows,
-        MERGE_PARTS=max(1, min(8, tile.warps * 512 // (merge_rows * block_d))),
+        MERGE_PARTS=merge_parts,
         EARLY=plan.settled,
         BESIDE=beside,
         num_warps=tile.warps,
@@ -266,6 +266,14 @@ def _launch_class(
         **LAUNCH,
     )
     counters.count(f"attention.triton.{KIND_NAMES[plan.kind]}")
+
+
+def _merge_shape(kind: int, warps: int, query_rows: int, block_d: int) -> tuple[int, int]:
+    """Query rows and parts of a cut item that are merged at once. Prompts have many rows in few parts, verifications
+    few rows in many; 64 or 128 values a thread are what the registers of the walk leave room for."""
+    limit, values = (64, 128) if kind == PREFILL else (16, 64)
+    rows = min(limit, next_power_of_2(query_rows))
+    return rows, max(1, min(8, 32 * warps * values // (rows * block_d)))
 
 
 def _register_limit(plan: ClassPlan) -> dict[str, int]:

@@ -119,14 +119,16 @@ def _merge(
     part_ml,
     before,
     parts,
-    valid,  # [ROWS] query rows that exist
+    rows,  # [ROWS] places of query rows in the tile
+    valid,  # [ROWS] those that exist
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Sum of an item's parts, those of programs ``before .. before + parts - 1``: accumulator, maximum, denominator."""
-    rows = tl.arange(0, ROWS)
+    """Sum of an item's parts, those of programs ``before .. before + parts - 1``: accumulator, maximum, denominator.
+
+    A few rows at a time, so that the loads of many parts are in flight at once: each waits for L2."""
     offs_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
@@ -193,7 +195,7 @@ def attention_kernel(
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
     TWO_LOOPS: tl.constexpr,  # mask only the tiles that need it
-    MERGE_ROWS: tl.constexpr,  # power of two >= query rows of an item
+    MERGE_ROWS: tl.constexpr,  # query rows merged at once, a power of two
     MERGE_PARTS: tl.constexpr,  # parts merged at once
     EARLY: tl.constexpr,  # work lists and pages were written before the launch that precedes this one
     BESIDE: tl.constexpr,  # that launch attends for other rows: this one runs beside it
@@ -309,18 +311,20 @@ def attention_kernel(
                     parts = chunks
                 if tl.atomic_add(arrivals + before, 1, sem="acq_rel") == parts - 1:
                     tl.store(arrivals + before, 0)
-                    rows = tl.arange(0, MERGE_ROWS)
-                    query_r = (first_m + rows) // GROUP
-                    head_r = head * GROUP + (first_m + rows) % GROUP
-                    valid_r = query_r < length
-                    acc_r, m_r, l_r = _merge(
-                        part_acc, part_ml, before, parts, valid_r, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_PARTS
-                    )
-                    out_r = out_ptr + (start + query_r).to(tl.int64)[:, None] * stride_ot + head_r[:, None] * stride_oh
-                    stored = valid_r[:, None] & (offs_d < HEAD_DIM)[None, :]
-                    tl.store(out_r + offs_d[None, :], (acc_r / l_r[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
-                    if MASS:
-                        tl.store(lse_ptr + (start + query_r) * HEADS + head_r, m_r + log2(l_r), mask=valid_r)
+                    for r0 in range(0, tl.minimum(length * GROUP - first_m, BLOCK_M), MERGE_ROWS):
+                        rows = r0 + tl.arange(0, MERGE_ROWS)
+                        query_r = (first_m + rows) // GROUP
+                        head_r = head * GROUP + (first_m + rows) % GROUP
+                        valid_r = query_r < length
+                        acc_r, m_r, l_r = _merge(
+                            part_acc, part_ml, before, parts, rows, valid_r, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_PARTS
+                        )
+                        at_r = (start + query_r).to(tl.int64)[:, None] * stride_ot + head_r[:, None] * stride_oh
+                        stored = valid_r[:, None] & (offs_d < HEAD_DIM)[None, :]
+                        out = (acc_r / l_r[:, None]).to(out_ptr.dtype.element_ty)
+                        tl.store(out_ptr + at_r + offs_d[None, :], out, mask=stored)
+                        if MASS:
+                            tl.store(lse_ptr + (start + query_r) * HEADS + head_r, m_r + log2(l_r), mask=valid_r)
             done = end + START - at
             unit += done
             remaining -= done
