@@ -269,11 +269,10 @@ def _launch_class(
 
 
 def _merge_shape(kind: int, warps: int, query_rows: int, block_d: int) -> tuple[int, int]:
-    """Query rows and parts of a cut item that are merged at once. Prompts have many rows in few parts, verifications
-    few rows in many; 64 or 128 values a thread are what the registers of the walk leave room for."""
-    limit, values = (64, 128) if kind == PREFILL else (16, 64)
-    rows = min(limit, next_power_of_2(query_rows))
-    return rows, max(1, min(8, 32 * warps * values // (rows * block_d)))
+    """Query rows and parts of a cut item that are merged at once, 64 values a thread: more would spill. Prompts have
+    many rows in few parts, verifications few rows in many."""
+    rows = min(64 if kind == PREFILL else 32, next_power_of_2(query_rows))
+    return rows, max(1, min(8, 64 * 32 * warps // (rows * block_d)))
 
 
 def _register_limit(plan: ClassPlan) -> dict[str, int]:

@@ -129,11 +129,13 @@ def plan_kernel(
     # share + parts / 5 is least at the square root
     share = tl.maximum(share, tl.ceil(tl.sqrt(longest.to(tl.float32) / 5.0)).to(tl.int32))
     share = tl.maximum(share, START + 1)
-    # items of about equal length: the same number of chunks of each, if that costs at most a 16th of balance
+    # items of about equal length: the same number of chunks of each, if that costs at most a 16th of balance or one
+    # tile (to cut anywhere makes twice as many parts, which is dearer)
     items = jobs * KV_HEADS
     chunks = tl.minimum(programs // tl.maximum(items, 1), (longest + share - 1) // share)
     fits = (items > 0) & (chunks > 0) & (shortest >= chunks)
-    fits = fits & ((longest + chunks - 1) // tl.maximum(chunks, 1) * 16 <= share * 17)
+    chunk_tiles = (longest + chunks - 1) // tl.maximum(chunks, 1)
+    fits = fits & ((chunk_tiles * 16 <= share * 17) | (chunk_tiles <= share + 1))
     chunks = tl.where(fits, chunks, 0)
     tl.store(header + 0, jobs)
     tl.store(header + 1, share)

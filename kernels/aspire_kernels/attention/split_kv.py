@@ -120,7 +120,7 @@ def _merge(
     before,
     parts,
     rows,  # [ROWS] places of query rows in the tile
-    valid,  # [ROWS] those that exist
+    count,  # query rows that exist in the tile
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
@@ -128,29 +128,32 @@ def _merge(
 ):
     """Sum of an item's parts, those of programs ``before .. before + parts - 1``: accumulator, maximum, denominator.
 
-    A few rows at a time, so that the loads of many parts are in flight at once: each waits for L2."""
+    The loads of PARTS parts are in flight at once, since each waits for L2. They are unrolled because one load of all
+    of them, reduced over the parts, lays the parts out over warps and spills.
+    """
     offs_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     for p0 in range(0, parts, PARTS):
-        i = p0 + tl.arange(0, PARTS)
-        # of its first program it is the last item (place 1), of the others the first (place 0)
-        part = (2 * (before + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
-        there = (i < parts)[:, None] & valid[None, :]
-        ml_at = part_ml + part[:, None] * (2 * BLOCK_M) + rows[None, :]
-        # not from L1: other multiprocessors wrote them
-        m_p = tl.load(ml_at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        l_p = tl.load(ml_at + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
-        at = part[:, None, None] * (BLOCK_M * BLOCK_D) + rows[None, :, None] * BLOCK_D + offs_d[None, None, :]
-        acc_p = tl.load(part_acc + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m_i, tl.max(m_p, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weight = exp2(m_p - m_safe[None, :])
-        keep = exp2(m_i - m_safe)
-        l_i = l_i * keep + tl.sum(weight * l_p, 0)
-        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * acc_p, 0)
-        m_i = m_new
+        for u in tl.static_range(PARTS):
+            i = p0 + u
+            # of its first program it is the last item (place 1), of the others the first (place 0)
+            part = (2 * (before + i) + tl.where(i == 0, 1, 0)).to(tl.int64)
+            there = rows < tl.where(i < parts, count, 0)
+            ml_at = part_ml + part * (2 * BLOCK_M) + rows
+            # not from L1: other multiprocessors wrote them
+            m_p = tl.load(ml_at, mask=there, other=float("-inf"), cache_modifier=".cg")
+            l_p = tl.load(ml_at + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
+            at = part * (BLOCK_M * BLOCK_D) + rows[:, None] * BLOCK_D + offs_d[None, :]
+            acc_p = tl.load(part_acc + at, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            m_new = tl.maximum(m_i, m_p)
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            weight = exp2(m_p - m_safe)
+            keep = exp2(m_i - m_safe)
+            l_i = l_i * keep + weight * l_p
+            acc = acc * keep[:, None] + weight[:, None] * acc_p
+            m_i = m_new
     return acc, m_i, l_i
 
 
@@ -311,13 +314,14 @@ def attention_kernel(
                     parts = chunks
                 if tl.atomic_add(arrivals + before, 1, sem="acq_rel") == parts - 1:
                     tl.store(arrivals + before, 0)
-                    for r0 in range(0, tl.minimum(length * GROUP - first_m, BLOCK_M), MERGE_ROWS):
+                    count = tl.minimum(length * GROUP - first_m, BLOCK_M)
+                    for r0 in range(0, count, MERGE_ROWS):
                         rows = r0 + tl.arange(0, MERGE_ROWS)
                         query_r = (first_m + rows) // GROUP
                         head_r = head * GROUP + (first_m + rows) % GROUP
-                        valid_r = query_r < length
+                        valid_r = rows < count
                         acc_r, m_r, l_r = _merge(
-                            part_acc, part_ml, before, parts, rows, valid_r, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_PARTS
+                            part_acc, part_ml, before, parts, rows, count, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_PARTS
                         )
                         at_r = (start + query_r).to(tl.int64)[:, None] * stride_ot + head_r[:, None] * stride_oh
                         stored = valid_r[:, None] & (offs_d < HEAD_DIM)[None, :]
