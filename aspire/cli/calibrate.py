@@ -87,5 +87,5 @@ def _missed(accuracy: dict[str, dict[str, float]], max_mape: float | None) -> li
 
 
 def _figures(file: Any) -> dict[str, Any]:
-    names = ("kind", "form", "hardware", "model", "accuracy", "comparison", "intervals", "limits", "start_latency_s")
+    names = ("kind", "form", "hardware", "model", "accuracy", "comparison", "intervals", "limits", "start_latency")
     return {name: getattr(file, name) for name in names}

@@ -24,7 +24,6 @@ from aspire_calibration import Cell, PlanLimits, RowGroup, SamplesHeader
 
 _FOREVER = 1 << 30
 _WARM_STEPS = 3
-_IDLE_S = 0.003
 _DRAFTED = 8  # rows that draft hold 0 to 7 drafts: their lists are as old, and read that many tokens more
 _SAMPLING = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, max_tokens=1, ignore_eos=True, detokenize=False)
 _GOES_ON = replace(_SAMPLING, max_tokens=2)
@@ -131,8 +130,8 @@ class StepTimer:
 
     def _time_from_idle(self, cell: Cell) -> list[float]:
         """Seconds of the step as the first after idleness, from the beginning of its planning to its end, as the engine
-        books them. With asynchronous scheduling the next step is launched before this one is waited for. The host has
-        slept before it, as that of an idle engine. The first three repeats compile, capture and warm."""
+        books them. With asynchronous scheduling the next step is launched before this one is waited for. The first
+        three repeats compile, capture and warm."""
         engine, seconds = self._engine, list[float]()
         self._script(cell)
         lengths = [group.context_tokens for group in cell.groups for _ in range(group.count)]
@@ -142,7 +141,7 @@ class StepTimer:
             for row, length in enumerate(lengths):
                 prompt = self._rng.integers(engine.loaded.config.vocab_size, size=length).tolist()
                 engine.add_request(f"cell-{row}", prompt, _GOES_ON)
-            time.sleep(_IDLE_S)
+            time.sleep(cell.rest_s if warm == _WARM_STEPS else 0.0)
             engine.step()
             ran = StepFeatures.from_matrix(engine.log.features[0])
             if (ran.rows, ran.query_tokens) != (cell.rows, cell.query_tokens):

@@ -121,7 +121,7 @@ def prefill_context(rows: Floats, prefill_tokens: Floats, prefill_pairs: Floats)
 class CostModel(Protocol):
     """Predicts the latency of steps from their features, as they follow each other.
 
-    A model may also have ``start_latency_s`` and ``cells_per_price``, see the functions of these names.
+    A model may also have ``start_latency`` and ``cells_per_price``, see the functions of these names.
     """
 
     def predict(self, features: StepFeatures) -> Floats:
@@ -138,6 +138,11 @@ def cells_per_price_of(cost_model: CostModel) -> int:
     return int(getattr(cost_model, "cells_per_price", 0))
 
 
-def start_latency_of(cost_model: CostModel) -> float:
-    """Seconds that a step takes longer when nothing is in flight before it; 0 for a model that does not tell."""
-    return float(getattr(cost_model, "start_latency_s", 0.0))
+def start_latency_of(cost_model: CostModel, rest_s: Floats | float) -> Floats:
+    """Seconds that a step takes longer when it starts from idle, ``rest_s`` after the step before it (infinite for the
+    first), in the shape of ``rest_s``; 0 for a model that does not tell. Between the rests that were measured in
+    proportion to the logarithm, beyond them as at the nearest."""
+    pairs = np.asarray(getattr(cost_model, "start_latency", ()), dtype=np.float64).reshape(-1, 2)
+    if not len(pairs):
+        return np.zeros(np.shape(rest_s))
+    return np.asarray(np.interp(np.log(np.maximum(rest_s, 1e-6)), np.log(pairs[:, 0]), pairs[:, 1]))

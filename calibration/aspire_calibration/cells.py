@@ -56,26 +56,32 @@ class RowGroup:
 class Cell:
     """One step to time: its row groups in batch order. ``heldout`` cells are never fitted, only predicted.
 
-    ``idle``: the step is timed as the first one after idleness, host work included, where others are timed as they
-    follow each other. An idle engine starts with whole prompts alone. Such cells are neither fitted nor held out: see
-    `CostModelFile.start_latency_s`.
+    ``rest_s``: the step is timed as the first one after so many seconds of idleness, host work included, where others
+    (0) are timed as they follow each other. An idle engine starts with whole prompts alone. Such cells are neither
+    fitted nor held out: see `CostModelFile.start_latency`.
     """
 
     groups: tuple[RowGroup, ...]
     heldout: bool = False
-    idle: bool = False
+    rest_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise UsageError("a cell needs at least one row group")
         whole = all(group.kind == "prefill" and group.query_tokens == group.context_tokens for group in self.groups)
-        if self.idle and (self.heldout or not whole):
+        if self.rest_s and (self.rest_s < 0 or self.heldout or not whole):
             raise UsageError(f"a cell that starts from idle holds whole prompts alone and is not held out, got {self}")
+
+    @property
+    def idle(self) -> bool:
+        """Whether the step starts from idle."""
+        return self.rest_s > 0
 
     @property
     def key(self) -> str:
         """Stable name of the step; two cells with equal keys are the same step, begun in the same way."""
-        return " ".join([*["idle"] * self.idle, *(group.key for group in self.groups)])
+        rest = [f"idle{1e3 * self.rest_s:g}ms"] if self.idle else []
+        return " ".join([*rest, *(group.key for group in self.groups)])
 
     @property
     def rows(self) -> int:
@@ -144,13 +150,13 @@ class Cell:
         return [{name: getattr(group, name) for name in RowGroup.__dataclass_fields__} for group in self.groups]
 
     @classmethod
-    def from_json(cls, data: Any, *, heldout: bool = False, idle: bool = False) -> Cell:
+    def from_json(cls, data: Any, *, heldout: bool = False, rest_s: float = 0.0) -> Cell:
         """Inverse of `to_json`; raises `InputError` for what is not a list of row groups."""
         if not isinstance(data, list) or not all(isinstance(group, dict) for group in data):
             raise InputError(f"a cell is a list of row groups, got {data!r}")
         for group in data:
             check_keys("row group", group, RowGroup.__dataclass_fields__)
-        return cls(tuple(RowGroup(**group) for group in data), heldout, idle)
+        return cls(tuple(RowGroup(**group) for group in data), heldout, rest_s)
 
 
 def bucket_array(graph_buckets: Sequence[int]) -> Floats:

@@ -121,20 +121,20 @@ def calibrate(
             "median_spread": spread,
             "skipped": skipped,
         },
-        start_latency_s=start_latency(samples, fitted),
+        start_latency=start_latency(samples, fitted),
         limits=known_limits(samples, report, spread),
         **setup_of(samples.header),
     )
 
 
-def start_latency(samples: Samples, fitted: Fitted) -> float:
-    """Seconds by which steps that start from idle exceed their prediction: the median over such cells, >= 0; 0 without
-    any."""
-    if not samples.idle:
-        return 0.0
-    features = np.stack([sample.features.matrix() for sample in samples.idle], axis=1)
-    measured = np.array([sample.median_s for sample in samples.idle])
-    return max(0.0, float(np.median(measured - fitted.seconds(features))))
+def start_latency(samples: Samples, fitted: Fitted) -> tuple[tuple[float, float], ...]:
+    """(rest, seconds by which steps that start from idle after it exceed their prediction), by rest: medians over such
+    cells, >= 0; empty without any."""
+    over: dict[float, list[float]] = {}
+    for sample in samples.idle:
+        predicted = float(fitted.seconds(sample.features.matrix()[:, None])[0])
+        over.setdefault(sample.cell.rest_s, []).append(sample.median_s - predicted)
+    return tuple((rest_s, max(0.0, float(np.median(found)))) for rest_s, found in sorted(over.items()))
 
 
 def heldout_mask(planned: Mask, generator: np.random.Generator) -> Mask:

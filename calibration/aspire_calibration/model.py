@@ -44,7 +44,7 @@ class CostModelFile:
     graph_buckets: tuple[int, ...] = ()
     num_pages: int | None = None
     page_size: int = 16
-    start_latency_s: float = 0.0  # a step takes so much longer when nothing is in flight before it
+    start_latency: tuple[tuple[float, float], ...] = ()  # after a rest of so many seconds a step takes so much longer
     versions: dict[str, Any] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
     accuracy: dict[str, dict[str, float]] = field(default_factory=dict)  # held-out, per regime
@@ -78,6 +78,8 @@ class CostModelFile:
         if data.get("version") != VERSION:
             raise InputError(f"{source} has version {data.get('version')}, this release reads {VERSION}; {REMAKE}")
         values = {key: value for key, value in data.items() if key not in ("schema", "version", "features")}
+        if "start_latency_s" in values:  # of earlier releases: one latency, whatever the rest before it
+            values["start_latency"] = [(1.0, values.pop("start_latency_s"))]
         check_keys(source, values, cls.__dataclass_fields__)
         required = ("kind", "form", "fitted", "hardware", "model", "settings", "ranges")
         if missing := [name for name in required if name not in values]:
@@ -85,20 +87,23 @@ class CostModelFile:
         for name in ("fitted", "hardware", "model", "settings", "ranges", "accuracy"):
             if not isinstance(values.get(name, {}), dict):
                 raise InputError(f"{source}: {name} must be an object; {REMAKE}")
-        latency_s = values.get("start_latency_s", 0.0)
-        if isinstance(latency_s, bool) or not isinstance(latency_s, (int, float)) or not 0 <= latency_s < np.inf:
-            raise InputError(f"{source}: start_latency_s must be finite seconds >= 0, got {latency_s!r}; {REMAKE}")
         if unknown := [name for name in values["ranges"] if name not in FEATURES]:
             raise InputError(f"{source} is of features that steps do not have: {', '.join(unknown)}; {REMAKE}")
         try:
             ranges = {name: (float(low), float(high)) for name, (low, high) in values["ranges"].items()}
             fitted = fitted_from_json(values["fitted"])
             buckets = tuple(int(size) for size in values.get("graph_buckets", ()))
+            start = tuple((float(rest), float(more)) for rest, more in values.get("start_latency", ()))
         except AspireError:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{source} is damaged ({type(error).__name__}: {error}); {REMAKE}") from error
-        return cls(**{**values, "ranges": ranges, "fitted": fitted, "graph_buckets": buckets})
+        if not all(rest > 0 and 0 <= more < np.inf for rest, more in start) or list(start) != sorted(start):
+            raise InputError(
+                f"{source}: start_latency must be pairs of a rest > 0 and finite seconds >= 0, by rest, got {start}; "
+                f"{REMAKE}"
+            )
+        return cls(**{**values, "ranges": ranges, "fitted": fitted, "graph_buckets": buckets, "start_latency": start})
 
     @classmethod
     def load(cls, path: str | Path) -> CostModelFile:
@@ -152,8 +157,9 @@ class CostModelFile:
         if self.accuracy:
             lines.append("held-out error (relative):")
             lines += [f"  {regime:8s} {ErrorReport(**row).text()}" for regime, row in self.accuracy.items()]  # type: ignore[arg-type]
-        if self.start_latency_s:
-            lines.append(f"a step with nothing in flight before it takes {self.start_latency_s * 1e3:.2f} ms longer")
+        if self.start_latency:
+            after = [f"{1e3 * more:.2f} ms after {1e3 * rest:g} ms" for rest, more in self.start_latency]
+            lines.append(f"a step that starts from idle takes longer, by the rest before it: {', '.join(after)}")
         for row in self.comparison:
             kept = "  <- kept" if row.get("form") == self.form else ""
             extreme = row.get("extreme_mape")

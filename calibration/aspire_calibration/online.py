@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from aspire.errors import InputError, UsageError, check_keys
-from aspire.scheduler.features import CostModel, Floats, StepFeatures, cells_per_price_of, start_latency_of
+from aspire.scheduler.features import CostModel, Floats, StepFeatures, cells_per_price_of
 
 KINDS = ("ar", "draft", "verify", "prefill")
 
@@ -34,7 +34,7 @@ class OnlineCostModel:
             given = f"{memory_steps}, {bound}, {prior_steps}"
             raise UsageError(f"online model: memory_steps > 1, bound > 0 and prior_steps > 0 are needed, got {given}")
         self.model = model
-        self.start_latency_s = start_latency_of(model)
+        self.start_latency = getattr(model, "start_latency", ())
         self.cells_per_price = cells_per_price_of(model)
         self.forgetting = float(np.exp(-1.0 / memory_steps))
         self.bound = bound

@@ -47,6 +47,7 @@ OFF_GRID_EVERY = 4  # after so many grid cells come OFF_GRID cells, the first of
 OFF_GRID = 5
 IDLE_ROWS = (1, 4, 16)
 IDLE_TOKENS = (64, 256, 512, 2048)  # of all prompts of a step that starts from idle
+IDLE_RESTS_S = (0.003, 0.1, 0.02)  # before it, in turn
 IDLE_EVERY = 10  # one cell in so many is such a step, until there are no more
 MAX_CELLS_PER_REGIME = 46  # coarse levels first, within a level at random (seeded)
 
@@ -331,7 +332,7 @@ def _from_idle(limits: PlanLimits) -> list[Cell]:
         tokens = min(total, limits.max_num_batched_tokens)
         rows = limits.rows_for(count, max(1, tokens // count))
         each = max(1, min(tokens // rows, limits.max_model_len - 2))  # such a prompt goes on to decode
-        cells.append(replace(prefill(each, each, rows), idle=True))
+        cells.append(replace(prefill(each, each, rows), rest_s=IDLE_RESTS_S[index % len(IDLE_RESTS_S)]))
     return _unique(limits, cells)
 
 

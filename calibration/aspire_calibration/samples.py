@@ -153,7 +153,7 @@ class Sample:
             "key": self.cell.key,
             "regime": self.cell.regime,
             "heldout": self.cell.heldout,
-            "idle": self.cell.idle,
+            "rest_s": self.cell.rest_s,
             "cell": self.cell.to_json(),
         }
         if self.skipped:
@@ -170,8 +170,8 @@ class Sample:
     @classmethod
     def from_json(cls, data: Any, header: SamplesHeader) -> Sample:
         """Inverse of `to_json`; the features are those of the cell, whatever earlier releases wrote beside it."""
-        flags = {name: bool(data.get(name, False)) for name in ("heldout", "idle")}
-        cell = Cell.from_json(data["cell"], **flags)
+        heldout, rest_s = bool(data.get("heldout", False)), float(data.get("rest_s", 0.0))
+        cell = Cell.from_json(data["cell"], heldout=heldout, rest_s=rest_s)
         repeats = tuple(float(value) for value in data.get("repeats_s", ()))
         if not repeats and "skipped" not in data:
             raise ValueError("no repeats_s")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aspire.errors import InputError
 from aspire.scheduler.features import CostModel, Floats, StepFeatures, start_latency_of
@@ -58,11 +57,12 @@ class RunValidation:
 
 
 def validate_steps(
-    model: CostModel, features: StepFeatures, observed_s: Floats, from_idle: NDArray[np.bool_] | None = None
+    model: CostModel, features: StepFeatures, observed_s: Floats, rest_s: Floats | None = None
 ) -> RunValidation:
     """Compare ``model.predict(features)`` with the observed seconds; both [steps]; `InputError` for bad ones.
 
-    ``from_idle`` [steps]: steps that began with nothing in flight, of a run that plans others ahead; None: none.
+    ``rest_s`` [steps]: idleness before those that began with nothing in flight, in a run that plans others ahead,
+    infinite for the first, NaN for steps that follow another; None: none began so.
     """
     observed = np.asarray(observed_s, dtype=np.float64)
     if observed.ndim != 1 or not len(observed):
@@ -73,8 +73,8 @@ def validate_steps(
     if len(bad):
         raise InputError(f"step {bad[0]} has the step time {observed[bad[0]]}; record the run again")
     predicted = model.predict(features)
-    if from_idle is not None:
-        predicted = predicted + start_latency_of(model) * from_idle
+    if rest_s is not None:
+        predicted = predicted + np.where(np.isnan(rest_s), 0.0, start_latency_of(model, rest_s))
     regimes = regimes_of(features)
     total = float(observed.sum())
     share = {name: float(observed[regimes == name].sum()) / total for name in REGIMES if np.any(regimes == name)}

@@ -8,6 +8,7 @@ engine does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -81,7 +82,7 @@ class Simulation:
             config = replace(config, async_scheduling=False)
         self._async = config.async_scheduling
         # without, every step begins with nothing in flight, those that the cost model was made from too
-        self._start_latency_s = start_latency_of(cost_model) if self._async else 0.0
+        self._starts_late = self._async and bool(getattr(cost_model, "start_latency", ()))
         spec = policy.stand_in() if isinstance(policy, OracleSpec) else policy
         self.scheduler = Scheduler(config, spec, policy_prices or cost_model, on_release=self._released)
         longest = int(workload.output_tokens.max())
@@ -161,6 +162,7 @@ class Simulation:
         env, scheduler = self._env, self.scheduler
         yield env.timeout(0)  # requests that arrive at 0 are in the queue before the first step
         ahead: _Planned | None = None
+        end_s = -math.inf
         while True:
             step = ahead or self._plan()
             if step is None:
@@ -172,10 +174,13 @@ class Simulation:
                 yield self._wake
                 continue
             start_s = env.now
-            seconds = self._seconds(step.plan) + (self._start_latency_s if ahead is None else 0.0)
+            seconds = self._seconds(step.plan)
+            if ahead is None and self._starts_late:
+                seconds += float(start_latency_of(self._cost_model, start_s - end_s))
             ahead = self._plan() if self._async else None
             yield env.timeout(seconds)
             self._finish_step(step, start_s, seconds)
+            end_s = env.now
 
     # --- one step ---------------------------------------------------------------------------------------------------
 

@@ -192,8 +192,11 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     if not len(finished):
         raise InputError(f"run {path} finished no request; there is nothing to compare")
     steps = run.steps
-    from_idle = ~steps.planned_ahead if config.async_scheduling else None
-    step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s, from_idle)
+    rest_s = None
+    if config.async_scheduling:
+        ends_s = steps.start_s + steps.duration_s
+        rest_s = np.where(steps.planned_ahead, np.nan, steps.start_s - np.append(-np.inf, ends_s[:-1]))
+    step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s, rest_s)
     arrival_s = run.requests.arrival_s[finished] - steps.start_s[0]
     workload, outcomes = _workload(run, finished, arrival_s), _outcomes(run, finished)
     simulated = simulate(workload, policy, model, outcomes, config, policy_prices=prices)

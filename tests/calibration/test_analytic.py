@@ -82,9 +82,9 @@ def test_scaling_by_ratios():
     more = StepFeatures.of(full_kv_tokens=np.float64(1e5))
     ratio = LoadedCostModel(scaled).marginal(big, more) / LoadedCostModel(measured).marginal(big, more)
     assert float(ratio) == pytest.approx(4.8 / 3.35)
-    assert analytic_model("h200", "smollm2-135m").start_latency_s == 0.0
-    slow_host = dataclasses.replace(measured, start_latency_s=1e-3)
-    assert scale_from(slow_host, "h200", "h100").start_latency_s == 1e-3, "the host is not scaled"
+    assert analytic_model("h200", "smollm2-135m").start_latency == ()
+    slow_host = dataclasses.replace(measured, start_latency=((0.003, 1e-3),))
+    assert scale_from(slow_host, "h200", "h100").start_latency == ((0.003, 1e-3),), "the host is not scaled"
     same = scale_from(measured, "h200", "h200")
     assert same.fitted.to_json() == measured.fitted.to_json()
 

@@ -12,6 +12,7 @@ from aspire.scheduler.features import StepFeatures
 from aspire_calibration import LoadedCostModel, PlanLimits, Sample, Samples, calibrate, error_report, profile_plan
 from aspire_calibration.fit import FormScore, choose, extreme_masks, heldout_mask
 from aspire_calibration.forms import FORMS
+from aspire_calibration.plan import IDLE_RESTS_S
 from aspire_calibration.variables import INDEX
 from tests.calibration.machine import AHEAD, BUCKETS, HEADER, measured_samples, true_seconds
 
@@ -96,12 +97,14 @@ def test_what_steps_from_idle_take_longer_is_measured_and_changes_no_price():
     started = measured_samples(limits=AHEAD, start_s=1.3e-3, most=200)
     plain = Samples(HEADER, {sample.cell.key: sample for sample in started.measured})
     files = [calibrate(samples, forms=["kriging"], bootstrap=0) for samples in (started, plain)]
-    assert files[0].start_latency_s == pytest.approx(1.3e-3, rel=0.05) and files[1].start_latency_s == 0.0
+    rests, latencies = zip(*files[0].start_latency, strict=True)
+    assert rests == tuple(sorted(IDLE_RESTS_S)) and latencies == pytest.approx([1.3e-3] * 3, rel=0.05)
+    assert files[1].start_latency == ()
     assert files[0].fitted.to_json() == files[1].fitted.to_json() and files[0].accuracy == files[1].accuracy
     assert files[0].ranges == files[1].ranges
     assert files[0].data["idle_cells"] == 12 and files[0].data["cells"] == 188 and files[0].data["skipped"] == 0
     quicker = calibrate(measured_samples(limits=AHEAD, start_s=-1e-4, most=100), forms=["kriging"], bootstrap=0)
-    assert quicker.start_latency_s == 0.0, "never less than a step that follows another"
+    assert {seconds for _, seconds in quicker.start_latency} == {0.0}, "never less than a step that follows another"
 
 
 def test_where_steps_are_planned_ahead_a_profile_without_idle_starts_says_so():

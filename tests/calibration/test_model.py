@@ -125,9 +125,10 @@ def test_file_is_readable_json_with_units(tmp_path):
             "variable",
         ),
         ({"graph_buckets": ["x"]}, InputError, "damaged"),
-        ({"start_latency_s": -1e-3}, InputError, "start_latency_s must be finite seconds >= 0, got -0.001"),
-        ({"start_latency_s": "1 ms"}, InputError, "start_latency_s must be finite"),
-        ({"start_latency_s": True}, InputError, "start_latency_s must be finite"),
+        ({"start_latency": [[0.1, -1e-3]]}, InputError, r"finite seconds >= 0, by rest, got \(\(0.1, -0.001\),\)"),
+        ({"start_latency": [[0.1, 1e-3], [0.01, 1e-3]]}, InputError, "by rest, got"),
+        ({"start_latency": [[0, 1e-3]]}, InputError, "a rest > 0"),
+        ({"start_latency": [0.1, "1 ms"]}, InputError, "damaged"),
     ],
 )
 def test_what_is_not_a_cost_model_is_refused(tmp_path, change, error, message):
@@ -137,14 +138,22 @@ def test_what_is_not_a_cost_model_is_refused(tmp_path, change, error, message):
         load_cost_model(path)
 
 
-def test_the_start_latency_is_kept_shown_and_absent_from_older_files(tmp_path):
-    file = replace(FILE, start_latency_s=1.25e-3)
+def test_the_start_latency_is_kept_shown_and_one_figure_or_none_in_older_files(tmp_path):
+    file = replace(FILE, start_latency=((0.01, 1.25e-3), (0.1, 2e-3)))
     path = file.save(tmp_path / "m.json")
     loaded = load_cost_model(path)
-    assert loaded.start_latency_s == start_latency_of(OnlineCostModel(loaded)) == 1.25e-3
-    assert "nothing in flight before it takes 1.25 ms longer" in loaded.summary_text()
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "start_latency_s"}))
-    assert load_cost_model(path).start_latency_s == 0.0 and "in flight" not in load_cost_model(path).summary_text()
+    rests = np.array([0.0, 0.001, 0.01, 0.01 * 10**0.5, 0.1, 5.0, np.inf])
+    for model in (loaded, OnlineCostModel(loaded)):
+        expected = [1.25e-3] * 3 + [1.625e-3] + [2e-3] * 3
+        np.testing.assert_allclose(start_latency_of(model, rests), expected, rtol=1e-9)
+        assert float(start_latency_of(model, np.inf)) == 2e-3
+    assert "the rest before it: 1.25 ms after 10 ms, 2.00 ms after 100 ms" in loaded.summary_text()
+    older = {k: v for k, v in json.loads(path.read_text()).items() if k != "start_latency"}
+    path.write_text(json.dumps({**older, "start_latency_s": 1.5e-3}))
+    assert start_latency_of(load_cost_model(path), rests).tolist() == [1.5e-3] * 7
+    path.write_text(json.dumps(older))
+    assert not start_latency_of(load_cost_model(path), rests).any()
+    assert "from idle" not in load_cost_model(path).summary_text()
 
 
 def test_missing_parts_and_files(tmp_path):

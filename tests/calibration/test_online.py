@@ -119,10 +119,10 @@ def test_validation_of_a_run():
 
 def test_validation_adds_what_steps_from_idle_take_longer():
     steps = StepFeatures.from_matrix(np.stack([AR.matrix()] * 3))
-    model = LoadedCostModel(replace(BASE.file, start_latency_s=1e-3))
-    from_idle = np.array([True, False, True])
-    observed = BASE.predict(steps) + 1e-3 * from_idle
-    assert validate_steps(model, steps, observed, from_idle).regimes["all"].max == pytest.approx(0.0, abs=1e-12)
+    model = LoadedCostModel(replace(BASE.file, start_latency=((0.01, 1e-3), (0.1, 3e-3))))
+    observed = BASE.predict(steps) + np.array([3e-3, 0.0, 1e-3])
+    rest_s = np.array([np.inf, np.nan, 0.002])
+    assert validate_steps(model, steps, observed, rest_s).regimes["all"].max == pytest.approx(0.0, abs=1e-12)
     assert validate_steps(model, steps, observed).signed_run_error < 0
 
 

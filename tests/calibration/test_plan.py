@@ -13,7 +13,7 @@ from aspire.errors import UsageError
 from aspire.scheduler.features import FEATURES, StepFeatures
 from aspire_calibration import Cell, PlanLimits, RowGroup, ar, draft, mixed, prefill, profile_plan, ragged, verify
 from aspire_calibration.cells import bucket_array, padded_tokens, regimes_of
-from aspire_calibration.plan import geometric, refinement_level
+from aspire_calibration.plan import IDLE_RESTS_S, geometric, refinement_level
 from aspire_calibration.refine import neighbour
 from tests.calibration.machine import AHEAD, LIMITS
 
@@ -68,6 +68,7 @@ def test_where_steps_are_planned_ahead_some_cells_start_from_idle_early_and_are_
     idle = [plan[place] for place in places]
     assert len(idle) == 12 and places[5] < 60 and not any(cell.heldout for cell in idle)
     assert {cell.rows for cell in idle[:3]} == {1, 4, 16} and len({cell.query_tokens for cell in idle[:4]}) == 4
+    assert {cell.rest_s for cell in idle[:3]} == set(IDLE_RESTS_S)
     assert {cell.regime for cell in idle} == {"prefill"} and max(cell.query_tokens for cell in idle) == 2048
     assert [cell for cell in plan if not cell.idle] == profile_plan(LIMITS), "the other cells stay as they are"
     assert not any(cell.idle for cell in profile_plan(AHEAD, with_prefill=False))
@@ -131,13 +132,13 @@ def test_keys_name_the_step_and_survive_json():
 
 
 def test_a_step_from_idle_has_a_key_of_its_own_and_holds_whole_prompts():
-    cell = replace(prefill(512, 512, 4), idle=True)
-    assert cell.key == "idle prefill:4x512q512c" != prefill(512, 512, 4).key
-    assert Cell.from_json(cell.to_json(), idle=True) == cell
+    cell = replace(prefill(512, 512, 4), rest_s=0.02)
+    assert cell.key == "idle20ms prefill:4x512q512c" != prefill(512, 512, 4).key
+    assert Cell.from_json(cell.to_json(), rest_s=0.02) == cell
     np.testing.assert_array_equal(cell.features().matrix(), prefill(512, 512, 4).features().matrix())
     for other in (ar(1, 10), prefill(5, 10), mixed(prefill(5, 5), draft(1, 9, 9))):
         with pytest.raises(UsageError, match="holds whole prompts alone"):
-            replace(other, idle=True)
+            replace(other, rest_s=0.02)
     with pytest.raises(UsageError, match="is not held out"):
         replace(cell, heldout=True)
 

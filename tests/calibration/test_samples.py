@@ -43,7 +43,7 @@ def test_features_are_those_of_the_cell_whatever_an_earlier_release_counted(path
 
 
 def test_steps_from_idle_are_kept_apart(path):
-    writer, idle = SamplesWriter(path, HEADER), replace(prefill(64, 64), idle=True)
+    writer, idle = SamplesWriter(path, HEADER), replace(prefill(64, 64), rest_s=0.02)
     writer.append(sample(idle))
     writer.append(sample(prefill(64, 64)))
     read = read_samples(path)

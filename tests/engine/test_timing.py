@@ -19,7 +19,7 @@ from tests.invariants.harness import Limits, make_engine  # noqa: E402
 
 
 def idle(tokens: int, rows: int = 1) -> Cell:
-    return replace(prefill(tokens, tokens, rows), idle=True)
+    return replace(prefill(tokens, tokens, rows), rest_s=0.001)
 
 
 def engine_of(ahead: bool) -> LLMEngine:

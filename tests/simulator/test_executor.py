@@ -15,6 +15,7 @@ from aspire.errors import UsageError
 from aspire.rundir import Run, read_run, write_run
 from aspire.runlog import DRAFT, VERIFY
 from aspire.scheduler import SchedulerConfig, StepFeatures
+from aspire.scheduler.features import start_latency_of
 from aspire_simulator import executor
 from aspire_simulator.acceptance import BetaEffect, ByPosition, Iid, Markov
 from aspire_simulator.executor import Simulation, may_preempt, simulate
@@ -156,26 +157,24 @@ def test_arrivals_and_concurrency() -> None:
 
 
 class StartCost(LinearCost):
-    """Prices with a latency of steps that begin with nothing in flight."""
+    """Prices with a latency of steps that begin with nothing in flight: more after a long rest."""
 
-    start_latency_s = 5e-3
+    start_latency = ((0.1, 5e-3), (10.0, 9e-3))
 
 
-def starts(work: Workload, limits: SchedulerConfig) -> tuple[Run, np.ndarray]:
-    """A run, and the steps that took `StartCost.start_latency_s` longer than they are priced."""
+def starts(work: Workload, limits: SchedulerConfig) -> tuple[Run, dict[int, float]]:
+    """A run, and how much longer than priced its steps took."""
     run = simulate(work, parse_policy("autoregressive"), StartCost(), Iid(0.9), limits)
     over_s = run.steps.duration_s - LinearCost().predict(StepFeatures.from_matrix(run.steps.features))
-    charged = np.abs(over_s - StartCost.start_latency_s) < 1e-12
-    assert (charged | (np.abs(over_s) < 1e-12)).all()
-    return run, np.flatnonzero(charged)
+    return run, {step: round(float(over_s[step]), 9) for step in np.flatnonzero(np.abs(over_s) > 1e-12).tolist()}
 
 
 def test_a_step_that_begins_when_nothing_is_in_flight_takes_the_start_latency_longer() -> None:
     alone = Workload("alone", np.zeros(1), np.array([100]), np.array([20]))
     run, charged = starts(alone, config(async_scheduling=True))
     first_s = float(LinearCost().predict(StepFeatures.from_matrix(run.steps.features[:1]))[0])
-    assert latencies(run.requests, run.steps).ttft_s[0] == pytest.approx(first_s + StartCost.start_latency_s)
-    assert charged.tolist() == [0] and len(run.steps) >= 20
+    assert latencies(run.requests, run.steps).ttft_s[0] == pytest.approx(first_s + 9e-3)
+    assert charged == {0: 9e-3} and len(run.steps) >= 20
     _, charged = starts(alone, config())
     assert not len(charged), "without planning ahead, what the prices were made from began so, too"
 
@@ -184,8 +183,13 @@ def test_an_engine_pays_it_once_in_every_idle_period() -> None:
     # the second request comes while the first runs, the third when all is quiet, the last two at once
     work = Workload("five", np.array([0.0, 0.01, 5.0, 9.0, 9.0]), np.full(5, 100), np.full(5, 30))
     run, charged = starts(work, config(async_scheduling=True))
-    np.testing.assert_allclose(run.steps.start_s[charged], [0.0, 5.0, 9.0])
-    assert (~run.steps.planned_ahead).nonzero()[0].tolist() == charged.tolist()
+    steps = list(charged)
+    np.testing.assert_allclose(run.steps.start_s[steps], [0.0, 5.0, 9.0])
+    assert (~run.steps.planned_ahead).nonzero()[0].tolist() == steps
+    ends_s = run.steps.start_s + run.steps.duration_s
+    rests_s = [np.inf, *(run.steps.start_s[steps[1:]] - ends_s[np.array(steps[1:]) - 1])]
+    assert list(charged.values()) == pytest.approx(start_latency_of(StartCost(), np.array(rests_s)).tolist())
+    assert 5e-3 < charged[steps[2]] < charged[steps[1]] < charged[0]
 
 
 def test_a_step_that_could_not_be_planned_ahead_pays_it_too() -> None:
@@ -193,7 +197,8 @@ def test_a_step_that_could_not_be_planned_ahead_pays_it_too() -> None:
     work = Workload("grow", np.zeros(8), np.full(8, 100), np.full(8, 200))
     run, charged = starts(work, config(num_pages=80, async_scheduling=True))
     assert run.requests.preemptions.sum() > 0 and len(charged) > 1
-    assert (~run.steps.planned_ahead).nonzero()[0].tolist() == charged.tolist()
+    assert (~run.steps.planned_ahead).nonzero()[0].tolist() == list(charged)
+    assert set(charged.values()) == {5e-3, 9e-3} and charged[0] == 9e-3, "only the first had a rest before it"
 
 
 def test_noise_keeps_the_mean() -> None:
@@ -234,7 +239,7 @@ def test_replay_sees_a_drift(tmp_path: Path) -> None:
 def test_validate_a_run_against_itself_and_a_wrong_cost_model(tmp_path: Path, policy: str, ahead: bool) -> None:
     from aspire_calibration import LoadedCostModel, analytic_model
 
-    model = LoadedCostModel(replace(analytic_model("h200", "smollm2-135m"), start_latency_s=1.2e-3))
+    model = LoadedCostModel(replace(analytic_model("h200", "smollm2-135m"), start_latency=((0.1, 1.2e-3),)))
     work = synthetic(24, "uniform:50:300", "uniform:5:80", request_rate=300.0, seed=1)
     run = simulate(work, parse_policy(policy), model, BetaEffect(6, 2), config(async_scheduling=ahead))
     path = write_run(tmp_path / "run", run)
