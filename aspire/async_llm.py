@@ -23,6 +23,7 @@ from typing import Any
 from aspire.engine.config import EngineConfig
 from aspire.engine.llm_engine import LLMEngine
 from aspire.errors import AspireError, EngineError, InputError, UsageError
+from aspire.heap import settled_heap
 from aspire.llm import LLM
 from aspire.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from aspire.sampling_params import SamplingParams
@@ -242,6 +243,7 @@ class AsyncLLM:
     def _drain(self) -> None:
         self._drains = True
 
+    @settled_heap()
     def _run(self) -> None:
         """Obey and step until told to stop, or until a step raises what is no `AspireError`."""
         failure: BaseException | None = None

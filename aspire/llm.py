@@ -10,6 +10,7 @@ from typing import Any
 from aspire.engine.config import EngineConfig
 from aspire.engine.llm_engine import LLMEngine
 from aspire.errors import InputError, UsageError, check_keys
+from aspire.heap import settled_heap
 from aspire.outputs import RequestOutput
 from aspire.sampling_params import SamplingParams
 from aspire.scheduler import CostModel
@@ -86,6 +87,7 @@ class LLM:
         prompts: list[Prompt] = [template(conversation, tokenize=True) for conversation in conversations]
         return self.generate(prompts, sampling_params)
 
+    @settled_heap()
     def _run(self, ids: list[str], on_step: Callable[[list[RequestOutput]], None] | None) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         wanted = set(ids)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from aspire.compare import Text
 from aspire.evidence import provenance
+from aspire.heap import settled_heap
 from aspire.rundir import Run
 from aspire.runlog import VERIFY
 from aspire.scheduler import FEATURES, CostModel, RequestState, StepFeatures
@@ -105,6 +106,7 @@ class _RoundLimit:
         return ended
 
 
+@settled_heap()
 def run_requests(
     engine: LLMEngine,
     prompts: Sequence[Prompt],
