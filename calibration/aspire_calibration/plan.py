@@ -49,7 +49,13 @@ IDLE_ROWS = (1, 4, 16)
 IDLE_TOKENS = (64, 256, 512, 2048)  # of all prompts of a step that starts from idle
 IDLE_RESTS_S = (0.003, 0.1, 0.02)  # before it, in turn
 IDLE_EVERY = 10  # one cell in so many is such a step, until there are no more
-MAX_CELLS_PER_REGIME = 46  # coarse levels first, within a level at random (seeded)
+# Extra turns off the grid. The last two are steps of policies that follow each request.
+EXTRA_TURNS = {"ar": 1, "draft": 1, "verify": 2, "mixed": 1, "mixed-turns": 2, "mixed-rounds": 5}
+FOLLOWING = ("mixed-turns", "mixed-rounds")
+FULL_SHARE = 0.6  # of these hold the most rows or a part of those
+FULL_PARTS = (1, 4)
+NEARLY_EVEN = 1.1  # longest over shortest context of the others' rows
+MAX_CELLS_PER_REGIME = 44  # coarse levels first, within a level at random (seeded)
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,26 @@ def _regimes(
         ]
         return mixed(draft(drafting, length, limits.sparse_for(length)), *checking)
 
+    def turns_cell(count: float, context: float, tokens: float) -> Cell:
+        """As rounds of equal length that begin in turn: one row in ``tokens`` + 1 verifies."""
+        return mixed_cell(count, context, tokens / (tokens + 1), tokens)
+
+    def rounds_cell(count: float, context: float, mean: float, load: float) -> Cell:
+        """As rounds that stop by chance, after ``mean`` drafts if `PlanLimits.d_max` did not end them before: lengths
+        are the quantiles of that geometric distribution, and ``load`` times as many rows verify as on average."""
+        n = max(4, limits.rows_for(count, limits.d_max + 1))
+        length = limits.context_for(n, context, limits.d_max + 1)
+        goes_on = mean / (mean + 1)
+        per_round = goes_on * (1 - goes_on**limits.d_max) / (1 - goes_on)
+        checking = min(n - 1, max(1, round(load * n / (per_round + 1))))
+        quantiles = (np.arange(checking) + 0.5) / checking
+        lengths = np.minimum(np.floor(np.log(1 - quantiles) / np.log(goes_on)), limits.d_max).astype(int)
+        rounds = [
+            verify(int(rows), length, int(tokens), select=limits.select_verify)
+            for tokens, rows in zip(*np.unique(lengths, return_counts=True), strict=True)
+        ]
+        return mixed(draft(n - checking, length, limits.sparse_for(length)), *rounds)
+
     def prefill_cell(chunk: float, context: float, select: float) -> Cell:
         length = limits.context_for(1, max(context, chunk), int(chunk))
         return prefill(int(chunk), length, select=bool(select))
@@ -275,11 +301,11 @@ def _regimes(
             )
     if limits.max_num_seqs >= 4 and limits.d_max >= 4:
         table["mixed-uneven"] = ((rows[2:], contexts, (1 / 2, 3 / 4, 7 / 8)), mixed_uneven_cell)
-        # long rounds: of a large batch a few verify at any time
-        table["mixed-few"] = ((rows[2:][-3:], contexts[::-2][::-1], (15 / 16, 31 / 32)), mixed_uneven_cell)
-        # sure of their drafts: whoever verifies has a long round
-        long = sorted({limits.d_max // 2, limits.d_max - 1})
-        table["mixed-few-long"] = ((rows[2:][-3:], contexts[::-2][::-1], (7 / 8, 15 / 16), long), mixed_cell)
+        # where runs of policies that follow each request spend their time
+        some_rows, some_contexts = rows[2:][::-2][::-1], contexts[::-3][::-1]
+        rounds = sorted({2, min(6, limits.d_max), limits.d_max})
+        table["mixed-turns"] = ((some_rows, some_contexts, rounds), turns_cell)
+        table["mixed-rounds"] = ((some_rows, some_contexts, (2, 8 * limits.d_max), (1 / 2, 5 / 2)), rounds_cell)
     if with_prefill:
         with_mass = (0.0, 1.0) if limits.select_verify else (0.0,)
         table["prefill"] = ((chunks, contexts, with_mass), prefill_cell)
@@ -296,16 +322,18 @@ def _regimes(
 
 
 def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: bool) -> list[Cell]:
-    """Seeded points between the grid lines, regimes in turn, one in three with ragged contexts, more of them with long
-    contexts, where runs spend their time. Draft steps, which are most of a run and have one table, and steps of many
-    axes get more turns; special cases have their grid only."""
+    """Seeded points between the grid lines, regimes in turn (shuffled, so that any of them may be held out), one in
+    three with ragged contexts, more of them with long contexts, where runs spend their time. Draft steps, which are
+    most of a run and have one table, and steps of many axes get more turns; special cases have their grid only.
+
+    Batches of policies that follow each request are mostly full, and contexts of their rows differ a little.
+    """
     regimes = _regimes(limits, with_prefill)
     special = ("sizes", "verify-plain", "verify-narrow", "mixed-plain", "mixed-prefill-plain")
     turns = [name for name in regimes if name not in special]
-    turns += [name for name in ("draft", "verify", "verify", "mixed", "mixed-uneven") if name in regimes]
+    turns += [name for name, extra in EXTRA_TURNS.items() if name in regimes for _ in range(extra)]
     cells = []
-    for index in range(80 * len(turns)):
-        name = turns[index % len(turns)]
+    for name in itertools.chain.from_iterable(generator.permutation(turns).tolist() for _ in range(80)):
         axes, build = regimes[name]
         point = []
         for place, axis in enumerate(axes):
@@ -317,9 +345,15 @@ def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: 
             if place == 1 and name != "prompts":  # contexts
                 share **= 0.5
             value = max(low, 0.5) * (max(high, 0.5) / max(low, 0.5)) ** share
+            if place == 0 and name in FOLLOWING and generator.random() < FULL_SHARE:
+                value = max(high // generator.choice(FULL_PARTS), low)
             point.append(value if high < 4 and low < 1 else float(round(min(max(value, low), high))))
         cell = build(*point)
-        cells.append(ragged(cell) if generator.random() < 1 / 3 else cell)
+        if generator.random() < 1 / 3:
+            cell = ragged(cell)
+        elif name in FOLLOWING:
+            cell = ragged(cell, NEARLY_EVEN)
+        cells.append(cell)
     return cells
 
 

@@ -205,6 +205,30 @@ def test_steps_of_long_rounds_and_full_steps_of_prompts_beside_drafts_are_timed(
     assert {float(f.rows) > 64 for f in full} == {False, True}
 
 
+def test_steps_of_policies_that_follow_each_request_are_timed_and_held_out_at_full_and_quarter_batches():
+    plan = profile_plan(PlanLimits(128, 8192, 65536, 8192))
+    buckets = (*range(16, 257, 16), *range(320, 1025, 64))
+    for rows, fewest in ((128, 15), (32, 10)):
+        cells = [cell for cell in plan if cell.rows == rows and {g.kind for g in cell.groups} == {"draft", "verify"}]
+        long = [cell for cell in cells if min(group.context_tokens for group in cell.groups) >= 3000]
+        steps = [cell.features(buckets) for cell in long]
+        few = [f for f in steps if f.select_rows and rows / 32 <= f.verify_rows <= rows / 4]
+        assert len(few) >= fewest and len({float(f.verify_rows) for f in few}) >= 5
+        assert len({float(f.padded_tokens) for f in few}) >= 4, "a GEMM of each size has its own time"
+        assert any(cell.heldout for cell in long)
+        widths = [{group.query_tokens for group in cell.groups if group.kind == "verify"} for cell in long]
+        assert any(len(found) >= 4 for found in widths) and any(found == {7} for found in widths)
+        contexts = [[group.context_tokens for group in cell.groups] for cell in long]
+        assert any(1.02 < max(some) / min(some) < 1.12 for some in contexts)
+
+
+def test_held_out_cells_are_of_every_regime_that_is_drawn_off_the_grid():
+    held = [cell for cell in profile_plan(PlanLimits(128, 8192, 65536, 8192)) if cell.heldout]
+    assert {cell.regime for cell in held} == {"ar", "draft", "verify", "mixed", "prefill"}
+    kinds = {frozenset(group.kind for group in cell.groups) for cell in held}
+    assert {frozenset(("draft", "verify")), frozenset(("verify", "prefill"))} <= kinds
+
+
 def test_prompts_are_timed_alone_together_and_beside_drafts_with_their_first_list() -> None:
     plan = profile_plan(LIMITS)
     prompts = [cell for cell in plan if cell.groups[-1].kind == "prefill"]
