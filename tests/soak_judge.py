@@ -4,11 +4,13 @@ Scores are ``logits / T + noise`` and rounding acts on logits, so all margins he
 Where two texts part, the gap between the two tokens has moved from one sign to the other. A move within ``tie_logits``
 is a tie. Everything else is an *appeal*: the token is decoded again from a cold start, many times, each time beside
 other requests and strangers' prompts, with another share of the output before it computed as prompt. No copy drafts or
-shares pages, so copies differ in rounding alone (a short text alone in the engine would always be rounded alike: steps
-of few tokens go through one kernel). If a copy picks the disputed token, the two are a tie. That
-happens in float32, too: the last token that top-p keeps (one of thousands, where a text has lost its thread) comes and
-goes with the last bits, whatever its score. In half precision they are a tie also where the gap's mean over the copies
-is within ``SPREADS`` of its own standard deviations from 0. Else the speculating engine is at fault.
+shares pages, so copies differ in rounding alone. What rounds a row is the size of its step (few tokens go through one
+kernel, many through others) and the rows of its own request beside it. So every step has a budget of its own, drawn at
+random: steps are of all sizes, and a prompt is cut wherever a budget ends. If a copy picks the disputed token, the two
+are a tie. That happens in float32, too: the last token that top-p keeps (one of thousands, where a text has lost its
+thread) comes and goes with the last bits, whatever its score. In half precision they are a tie also where the gap's
+mean is within ``SPREADS`` of its own standard deviations from 0. Copies that agree to the last bit were rounded alike
+and count once; while too few differ, more are heard. Else the speculating engine is at fault.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,12 @@ from aspire.compare import Difference, Text, compare
 
 BF16_TIE = 0.25  # two steps of bfloat16 between 16 and 32, where the best logits of real models lie
 SPREADS = 5.0
-COPIES = (2, 4, 8, 16, 32)  # of a disputed token, until one decides
-STRANGERS = 12  # requests beside the copies, with prompts of up to the tokens of a step
-LEAST_GAPS = 8  # fewer say nothing of a spread
+COPIES = (2, 4, 8, 16, 16, 16)  # of a disputed token by round, until one decides
+MORE_COPIES = (16,) * 8  # where fewer than LEAST_GAPS of them differed, in FEW cases: many are no rounding
+FEW = 4
+STRANGERS = 12  # requests beside the copies at most
+LEAST_GAPS = 4  # that differ; fewer say nothing of a spread
+REPLAYS = 5  # denied cases written in full, to be decoded again
 
 
 @dataclass(frozen=True)
@@ -78,16 +83,38 @@ class Appeal:
             self.gaps.append(gap)
 
     @property
+    def distinct(self) -> list[float]:
+        """Gaps of copies that were rounded differently."""
+        return sorted(set(self.gaps))
+
+    @property
+    def measured(self) -> bool:
+        """Whether enough copies differed to tell what rounding does to this gap."""
+        return len(self.distinct) >= LEAST_GAPS
+
+    @property
     def verdict(self) -> str:
         """``reproduced``, ``within spread`` or ``denied``."""
         if self.reproduced:
             return "reproduced"
-        measured = self.half and len(self.gaps) >= LEAST_GAPS
-        return "within spread" if measured and np.mean(self.gaps) <= SPREADS * np.std(self.gaps, ddof=1) else "denied"
+        tie = self.half and self.measured and np.mean(self.distinct) <= SPREADS * np.std(self.distinct, ddof=1)
+        return "within spread" if tie else "denied"
+
+    def replay(self) -> dict[str, Any]:
+        """JSON object of all that is needed to decode the token again."""
+        return {
+            "request": self.asked.name,
+            "params": asdict(self.asked.params),
+            "prompt": self.asked.prompt,
+            "output_before": self.common,
+            "picked": self.picked,
+            "expected": self.expected,
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of the case."""
-        spread = float(np.std(self.gaps, ddof=1)) if len(self.gaps) > 1 else None
+        """JSON object of the case; mean and deviation are those of the distinct gaps."""
+        distinct = self.distinct
+        spread = float(np.std(distinct, ddof=1)) if len(distinct) > 1 else None
         return {
             "request": self.asked.name,
             "position": len(self.common),
@@ -95,7 +122,8 @@ class Appeal:
             "margin_logits": self.margin,
             "shift_logits": self.shift,
             "copies_heard": len(self.gaps),
-            "gap_mean_logits": float(np.mean(self.gaps)) if self.gaps else None,
+            "distinct_gaps": len(distinct),
+            "gap_mean_logits": float(np.mean(distinct)) if distinct else None,
             "gap_std_logits": spread,
             **self.onset,
             "verdict": self.verdict,
@@ -133,16 +161,24 @@ class Judge:
         self._hear(open_cases)
         self.problems += [_fault(case.asked, len(case.common), case.to_json()) for case in open_cases if _denied(case)]
 
-    def decode(self, requests: Iterable[Asked]) -> list[Text]:
-        """Outputs and margins of autoregressive decoding, all requests at once, from a cold start."""
+    def decode(self, requests: Iterable[Asked], widest: int | None = None) -> list[Text]:
+        """Outputs and margins of autoregressive decoding, all requests at once, from a cold start.
+
+        ``widest``: every step has a token budget drawn anew, of at most so many.
+        """
         self.reference.begin_record(margins=True)
         names, outputs = [], {}
         for request in requests:
             names.append(request.name)
             self.reference.add_request(request.name, request.prompt, request.params)
+        limits, scheduler = self.reference.scheduler_config, self.reference.scheduler
         while self.reference.has_unfinished_requests:
+            if widest is not None:
+                budget = self._between(limits.max_num_seqs, widest)
+                scheduler.config = replace(limits, max_num_batched_tokens=budget)
             for output in self.reference.step():
                 outputs[output.request_id] = list(output.outputs[0].token_ids)
+        scheduler.config = limits
         margins = self.reference.recorder.margins() or []
         return [Text(name, outputs[name], found) for name, found in zip(names, margins, strict=True)]
 
@@ -164,27 +200,39 @@ class Judge:
 
     def _hear(self, cases: list[Appeal]) -> None:
         """Decode copies of the cases beside each other, in random order, more of them until the token is reproduced."""
-        for copies in COPIES:
+        limits = self.reference.scheduler_config
+        for number, copies in enumerate(COPIES + MORE_COPIES):
             cases = [case for case in cases if not case.reproduced]
+            if number >= len(COPIES):
+                cases = [case for case in cases if case.half and not case.measured]
+                if len(cases) > FEW:
+                    return
             if not cases:
                 return
             witnesses = []
-            for number, case in enumerate(cases):
+            for place, case in enumerate(cases):
                 for copy in range(copies):
                     cut = self._dice.randrange(len(case.common) + 1)
-                    witnesses.append((case, cut, case.copy(f"{number}/{copy}", cut)))
-            asked = [request for _, _, request in witnesses] + self._strangers()
+                    witnesses.append((case, cut, case.copy(f"{place}/{copy}", cut)))
+            widest = limits.max_num_batched_tokens
+            if number % 2 == 0:  # else few copies of a short prompt would be cut
+                widest = self._between(limits.max_num_seqs, widest)
+            asked = [request for _, _, request in witnesses] + self._strangers(widest)
             self._dice.shuffle(asked)
-            texts = {text.request_id: text for text in self.decode(asked)}
+            texts = {text.request_id: text for text in self.decode(asked, widest)}
             for case, cut, request in witnesses:
                 case.testify(cut, texts[request.name])
 
-    def _strangers(self) -> list[Asked]:
-        """Requests with random prompts."""
-        vocab, most = self.reference.loaded.config.vocab_size, self.reference.scheduler_config.max_num_batched_tokens
+    def _between(self, least: int, most: int) -> int:
+        """A random number of any order of magnitude between these."""
+        return min(most, int(least * ((most + 1) / least) ** self._dice.random()))
+
+    def _strangers(self, longest: int) -> list[Asked]:
+        """Requests with random prompts of up to ``longest`` tokens; sometimes none."""
+        vocab = self.reference.loaded.config.vocab_size
         found = []
-        for index in range(STRANGERS):
-            prompt = [self._dice.randrange(vocab) for _ in range(self._dice.randint(1, most))]
+        for index in range(self._dice.randint(0, STRANGERS)):
+            prompt = [self._dice.randrange(vocab) for _ in range(self._dice.randint(1, longest))]
             tokens = self._dice.randint(1, 16)
             params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             found.append(Asked(f"stranger/{index}", prompt, params))
@@ -202,6 +250,7 @@ class Judge:
             "shift_at_differences_logits": _percentiles(self._shifts),
             "appeals": {"heard": len(self.appeals), **verdicts},
             "appeals_of_largest_margin": [case.to_json() for case in worst[:10]],
+            "denied": [case.replay() for case in worst if _denied(case)][:REPLAYS],
         }
 
 

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from aspire import LLMEngine, SamplingParams
+from aspire import EngineConfig, LLMEngine, SamplingParams
 from aspire.compare import Text
 from tests.soak import Soak
-from tests.soak_judge import BF16_TIE, Asked, Judge
+from tests.soak_judge import BF16_TIE, COPIES, Asked, Judge
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -72,18 +72,26 @@ def test_a_fault_of_the_engine_is_found(fault: Callable[[LLMEngine], None], dtyp
 
 
 class _ScriptedJudge(Judge):
-    """Autoregressive runs give token 7, or 8 where rounding makes the gap, drawn anew each time, negative."""
+    """Autoregressive runs give token 7, or 8 where rounding makes the gap, drawn anew each time, negative.
 
-    def __init__(self, reference: LLMEngine, gap: float, rounding: float) -> None:
+    The first ``alike`` copies, and those in steps that may hold more than ``fits`` tokens, are rounded alike.
+    """
+
+    def __init__(
+        self, reference: LLMEngine, gap: float, rounding: float, *, alike: int = 0, fits: int | None = None
+    ) -> None:
         super().__init__(reference, random.Random(0), BF16_TIE)
-        self.first = gap
+        self.first, self.alike, self.fits = gap, alike, fits
         self._gap, self._rounding, self._noise = gap, rounding, np.random.default_rng(0)
 
-    def decode(self, requests: Iterable[Asked]) -> list[Text]:
+    def decode(self, requests: Iterable[Asked], widest: int | None = None) -> list[Text]:
         texts = []
         for request in requests:
             scale = 1 / request.logits_per_score
-            drawn = self.first if "/" not in request.name else self._noise.normal(self._gap, self._rounding)
+            copy = "/" in request.name and not request.name.startswith("stranger")
+            alike = not copy or self.alike > 0 or (self.fits is not None and (widest is None or widest > self.fits))
+            self.alike -= copy
+            drawn = self.first if alike else self._noise.normal(self._gap, self._rounding)
             tokens = [5] * (request.params.max_tokens - 1) + [7 if drawn >= 0 else 8]
             margins = [9.0 * scale] * (len(tokens) - 1) + [abs(drawn) * scale]
             texts.append(Text(request.name, tokens, np.array(margins, dtype=np.float32)))
@@ -112,6 +120,52 @@ def test_an_appeal_measures_rounding(
     assert [case.verdict for case in judge.appeals] == ([] if verdict is None else [verdict])
     assert len(judge.problems) == (verdict == "denied")
     assert judge.to_json()["shift_at_differences_logits"]["max"] == pytest.approx(gap + 0.1)
+
+
+@pytest.mark.parametrize("how", [{"alike": sum(COPIES)}, {"fits": 30}])
+@pytest.mark.parametrize(
+    ("rounding", "verdict"), [(0.3, "reproduced"), (0.12, "within spread"), (0.02, "denied"), (0.0, "denied")]
+)
+def test_copies_that_were_rounded_alike_count_once(
+    how: dict[str, int], rounding: float, verdict: str, engine: LLMEngine
+) -> None:
+    judge = _ScriptedJudge(engine, 0.4, rounding, **how)
+    asked = Asked("r", [3, 4], SamplingParams(temperature=0.0, max_tokens=1))
+    judge.check([(asked, Text("r", [8], np.array([0.1], dtype=np.float32)))])
+    (case,) = judge.appeals
+    assert case.verdict == verdict
+    assert (len(case.gaps) > sum(COPIES)) >= ("alike" in how or rounding == 0.0)
+    denied = judge.to_json()["denied"]
+    assert [(each["prompt"], each["picked"], each["expected"]) for each in denied] == (
+        [([3, 4], 8, 7)] if verdict == "denied" else []
+    )
+
+
+def test_copies_of_a_short_prompt_are_cut_and_in_steps_of_many_sizes() -> None:
+    """Whole, in the largest steps, they would all be rounded alike: another kernel serves steps of few tokens."""
+    limits = {"max_model_len": 2100, "max_num_seqs": 32, "max_num_batched_tokens": 2048, "num_pages": 4300}
+    alone = {"async_scheduling": False, "enable_prefix_caching": False}
+    reference = LLMEngine(EngineConfig(model="tiny-llama", load_format="dummy", dtype="bfloat16", **limits, **alone))
+    schedule, sizes = reference.scheduler.schedule, []
+    ends: list[int] = []  # prompt tokens that copies had computed after a step
+
+    def recorded() -> Any:
+        plan = schedule()
+        if plan is not None:
+            copies = [row for row, name in enumerate(plan.requests) if name.startswith("0/")]
+            ends.extend((plan.start + plan.query_tokens)[copies].tolist())
+            sizes.extend([plan.num_query_tokens] * len(copies))
+        return plan
+
+    reference.scheduler.schedule = recorded  # type: ignore[method-assign]
+    judge = Judge(reference, random.Random(0), 0.0)
+    asked = Asked("r", list(range(3, 20)), SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
+    text = judge.decode([asked])[0]
+    picked = 3 if text.token_ids[0] != 3 else 4
+    judge.check([(asked, Text("r", [picked], np.array([9.0], dtype=np.float32)))])
+    assert judge.appeals[0].verdict == "denied"
+    assert len(set(ends) - {17}) >= 6
+    assert (np.histogram(sizes, (1, 65, 257, 1025, 2049))[0] >= 10).all()
 
 
 def test_a_text_that_ends_early_is_no_tie(engine: LLMEngine) -> None:
