@@ -21,7 +21,7 @@ from aspire_calibration.forms import Fitted, Form, forms_named
 from aspire_calibration.launches import LaunchModel
 from aspire_calibration.model import CostModelFile, ranges_of, setup_of
 from aspire_calibration.ramps import RampModel
-from aspire_calibration.samples import Samples
+from aspire_calibration.samples import UNSTEADY, Samples
 from aspire_calibration.score import ErrorReport, by_regime, error_report
 from aspire_calibration.variables import INDEX
 
@@ -76,8 +76,10 @@ def calibrate(
     """Fit, choose and check. ``forms``: names of `aspire_calibration.forms.FORMS` (default: all); one name forces it.
 
     Raises `InputError` when there are too few cells. Cells the plan held out are only used for the report; if there are
-    too few of them, every fifth cell (seeded) is taken.
+    too few of them, every fifth cell (seeded) is taken. Cells that are not steady (`Samples.steady`) are left out.
     """
+    given, samples = samples, samples.steady()
+    unsteady = len(given.measured) - len(samples.measured)
     matrix, seconds = samples.matrix()
     if len(seconds) < MIN_CELLS:
         raise InputError(
@@ -113,16 +115,17 @@ def calibrate(
         comparison=[score.to_json() for score in scores],
         intervals=intervals,
         data={
-            "hash": samples.data_hash(),
+            "hash": given.data_hash(),
             "cells": len(seconds),
             "heldout_cells": int(heldout.sum()),
             "idle_cells": len(samples.idle),
             "seed": seed,
             "median_spread": spread,
             "skipped": skipped,
+            "unsteady": unsteady,
         },
         start_latency=start_latency(samples, fitted),
-        limits=known_limits(samples, report, spread),
+        limits=known_limits(samples, report, spread, unsteady),
         **setup_of(samples.header),
     )
 
@@ -239,7 +242,7 @@ def mean_slopes(model: RampModel, features: Floats) -> dict[str, float]:
     return out
 
 
-def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float) -> list[str]:
+def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float, unsteady: int = 0) -> list[str]:
     """In words, what this model cannot do; printed with it everywhere."""
     limits = []
     for regime in ("ar", "draft", "verify", "mixed", "prefill"):
@@ -251,6 +254,8 @@ def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float
             limits.append(f"the error of regime '{regime}' rests on {report[regime].n} held-out steps")
     if spread > WARN_MAPE:
         limits.append(f"noisy machine: the median cell varied by {spread:.1%} between repeats (interquartile range)")
+    if unsteady:
+        limits.append(f"cells left out because their repeats varied by more than {UNSTEADY:.0%}: {unsteady}")
     if not any(float(sample.features.select_rows) > 0 for sample in samples.measured):
         limits.append("no cell computed page mass: selection is priced at zero")
     if samples.header.settings.get("async_scheduling") and not samples.idle:

@@ -16,6 +16,7 @@ so.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import InputError, check_choice, check_keys
-from aspire.scheduler.features import FEATURES, MAXIMA, Floats
+from aspire.scheduler.features import Floats
 from aspire_calibration.ramps import Ramp, RampModel, design
 from aspire_calibration.solve import nonnegative_relative
-from aspire_calibration.variables import SUMS, VARIABLES, fill_rows, sum_matrix, variable_rows
+from aspire_calibration.variables import VARIABLES, fill_rows, sum_matrix, variable_rows
 
 MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
 TUNED_ON = 400  # of them choose reach and noise
@@ -181,10 +182,11 @@ class _Compiled:
         return np.asarray(self.cells @ steps)
 
 
-def fit_kriged(features: Floats, seconds: Floats, weights: Floats | None, *, padded: bool = True) -> KrigedModel:
-    """Base, reach, noise and pulls. features: [len(FEATURES), steps], seconds: [steps]; ``padded``: the steps ran as
-    CUDA graphs, which are made for rounded sizes."""
-    terms = base_terms(features)
+def fit_kriged(
+    terms: Sequence[Ramp], features: Floats, seconds: Floats, weights: Floats | None, *, padded: bool = True
+) -> KrigedModel:
+    """Base of ``terms``, reach, noise and pulls. features: [len(FEATURES), steps], seconds: [steps]; ``padded``: the
+    steps ran as CUDA graphs, which are made for rounded sizes."""
     slopes = nonnegative_relative(design(terms, features), seconds, weights=weights)
     base = RampModel((tuple(terms),), (tuple(float(s) for s in slopes),))
     some = np.random.default_rng(0).permutation(len(seconds))[:MOST_CELLS]
@@ -234,10 +236,3 @@ def _reach_and_noise(at: Floats, rest: Floats, noise: Floats) -> tuple[float, fl
     most = NEARLY * min(errors.values())
     share, _, reach = min((share, found, reach) for (reach, share), found in errors.items() if found <= most)
     return reach, share
-
-
-def base_terms(features: Floats) -> list[Ramp]:
-    """A price for each sum of features that occurs: quick to evaluate, monotone."""
-    told_twice = {"query_tokens", "full_rows", "kv_tokens", *FEATURES[MAXIMA]}
-    names = [name for name in SUMS if name not in told_twice]
-    return [Ramp("one"), *(Ramp(name) for name in names if np.any(variable_rows(features, [name])))]

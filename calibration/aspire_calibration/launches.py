@@ -175,9 +175,10 @@ def fit_launches(
         return replace(part, names=names)
 
     def fit_graph(features: Floats, seconds: Floats, weights: Floats | None) -> Part:
+        terms = roofline_terms(features)
         if graphs == "kriging":
-            return fit_kriged(features, seconds, weights, padded=graph_tokens < np.inf)
-        terms = launch_terms(roofline_terms(features), features)
+            return fit_kriged(terms, features, seconds, weights, padded=graph_tokens < np.inf)
+        terms = launch_terms(terms, features)
         return (fit_staircase if graphs == "stairs" else _fit_sum)(terms, features, seconds, weights)
 
     def fit_eager(features: Floats, seconds: Floats, weights: Floats | None) -> RampModel:

@@ -69,8 +69,9 @@ def quick_profile_row(profiles: Mapping[str, Samples], budget_s: float = QUICK_B
     for name, samples in profiles.items():
         short = samples.within(budget_s)
         file = calibrate(short, bootstrap=0)
-        matrix, seconds = samples.matrix()
-        held = samples.heldout()
+        steady = samples.steady()
+        matrix, seconds = steady.matrix()
+        held = steady.heldout()
         if not held.any():
             raise InputError(f"{name}: the profile held no cell out; profile again with the current plan")
         steps = StepFeatures.from_matrix(matrix[held])
@@ -84,7 +85,7 @@ def quick_profile_row(profiles: Mapping[str, Samples], budget_s: float = QUICK_B
             "mape": {regime: report.mape for regime, report in reports.items()},
         }
     worst = max(row["mape"]["all"] for row in detail.values())
-    count = int(sum(samples.heldout().sum() for samples in profiles.values()))
+    count = int(sum(samples.steady().heldout().sum() for samples in profiles.values()))
     return {
         "id": "calib.quick_profile_mape",
         "value": worst,

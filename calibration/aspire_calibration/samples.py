@@ -27,6 +27,8 @@ from aspire_calibration.cells import Cell
 SCHEMA = "aspire-samples"
 VERSION = 1
 REMAKE = "measure again with `aspire profile`"
+UNSTEADY = 0.10  # relative spread between repeats above which a cell's median says little of its step
+NOISE = 5.0  # or above so many times the spread of the median cell, on a machine that is noisy as a whole
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,14 @@ class Samples:
     def idle(self) -> list[Sample]:
         """Measured cells that start from idle."""
         return [sample for sample in self.by_key.values() if not sample.skipped and sample.cell.idle]
+
+    def steady(self) -> Samples:
+        """Without the cells whose repeats disagree: those that spread by more than `UNSTEADY`, and by more than `NOISE`
+        times as much as the median cell."""
+        measured = self.measured
+        most = max(UNSTEADY, NOISE * float(np.median([s.spread for s in measured]))) if measured else UNSTEADY
+        unsteady = {s.cell.key for s in measured if s.spread > most}
+        return Samples(self.header, {key: sample for key, sample in self.by_key.items() if key not in unsteady})
 
     def matrix(self) -> tuple[Floats, Floats]:
         """(features [samples, len(FEATURES)], medians [samples] in seconds) of the measured cells."""

@@ -107,6 +107,22 @@ def test_what_steps_from_idle_take_longer_is_measured_and_changes_no_price():
     assert {seconds for _, seconds in quicker.start_latency} == {0.0}, "never less than a step that follows another"
 
 
+def test_cells_whose_repeats_disagree_are_left_out_and_counted():
+    samples = measured_samples(most=150)
+    wild = {key: dataclasses.replace(each, repeats_s=(1e-3, 2e-3, 9e-3)) for key, each in samples.by_key.items()}
+    keys = [key for key, each in samples.by_key.items() if not each.cell.heldout][:2]
+    keys += [key for key, each in samples.by_key.items() if each.cell.heldout][:1]
+    mixed_up = Samples(HEADER, {**samples.by_key, **{key: wild[key] for key in keys}})
+    without = Samples(HEADER, {key: each for key, each in samples.by_key.items() if key not in keys})
+    file, clean = (calibrate(given, forms=["kriging"], bootstrap=0) for given in (mixed_up, without))
+    assert file.fitted.to_json() == clean.fitted.to_json() and file.accuracy == clean.accuracy
+    assert (file.data["unsteady"], file.data["cells"]) == (3, 147) and clean.data["unsteady"] == 0
+    assert any("varied by more than 10%: 3" in limit for limit in file.limits)
+    assert not any("left out" in limit for limit in clean.limits)
+    noisy = Samples(HEADER, wild)
+    assert noisy.steady().by_key == noisy.by_key, "on a machine that is noisy as a whole all of them count"
+
+
 def test_where_steps_are_planned_ahead_a_profile_without_idle_starts_says_so():
     ahead = dataclasses.replace(HEADER, settings={**HEADER.settings, "async_scheduling": True})
     with_starts = measured_samples(limits=AHEAD, most=100)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aspire.errors import InputError, UsageError
 from aspire.scheduler.features import FEATURES, StepFeatures
 from aspire_calibration.cells import Cell, ar, draft, mixed, prefill, verify
-from aspire_calibration.forms import fitted_from_json, forms_named
+from aspire_calibration.forms import fitted_from_json, forms_named, roofline_terms
 from aspire_calibration.kriging import AXES, MOST_CELLS, PADDING, KrigedModel, fit_kriged
 from aspire_calibration.launches import LaunchModel
 from aspire_calibration.variables import INDEX, VARIABLES, variable_rows
@@ -45,10 +45,14 @@ def bumpy_seconds(features: np.ndarray) -> np.ndarray:
     return true_seconds(StepFeatures.from_columns(features)) * bumps
 
 
+def krige(features: np.ndarray, seconds: np.ndarray, weights: np.ndarray | None) -> KrigedModel:
+    return fit_kriged(roofline_terms(features), features, seconds, weights)
+
+
 CELLS = grid()
 FEATURES_OF_CELLS = columns(CELLS)
 SECONDS = bumpy_seconds(FEATURES_OF_CELLS)
-FITTED = fit_kriged(FEATURES_OF_CELLS, SECONDS, None)
+FITTED = krige(FEATURES_OF_CELLS, SECONDS, None)
 steps = st.sampled_from(range(len(CELLS)))
 
 
@@ -89,7 +93,7 @@ def test_far_from_all_cells_the_prices_stand_alone() -> None:
 @pytest.mark.parametrize("noise", [0.01, 0.04])
 def test_noise_of_cells_is_smoothed(noise: float) -> None:
     disturbed = SECONDS * np.exp(np.random.default_rng(1).normal(0, noise, len(SECONDS)))
-    fitted = fit_kriged(FEATURES_OF_CELLS, disturbed, None)
+    fitted = krige(FEATURES_OF_CELLS, disturbed, None)
     from_truth, from_data = (np.mean(errors(fitted, FEATURES_OF_CELLS, s)) for s in (SECONDS, disturbed))
     assert from_truth < 0.8 * noise
     assert from_data > 0.1 * noise, "a fit through every noisy cell follows its noise"
@@ -100,7 +104,7 @@ def test_a_cell_of_no_weight_does_not_pull() -> None:
     spoiled[7] *= 1.5
     weights = np.ones(len(SECONDS))
     weights[7] = 1e-9
-    fitted = fit_kriged(FEATURES_OF_CELLS, spoiled, weights)
+    fitted = krige(FEATURES_OF_CELLS, spoiled, weights)
     assert errors(fitted, FEATURES_OF_CELLS[:, [7]], SECONDS[[7]])[0] < 0.1
 
 
@@ -108,7 +112,7 @@ def test_a_cell_of_no_weight_does_not_pull() -> None:
 def test_the_price_of_one_more_row_is_steady_between_the_steps_of_padding(kind: str) -> None:
     """Prices of a smooth machine, row by row: near the truth in sum, never far below zero."""
     seconds = true_seconds(StepFeatures.from_columns(FEATURES_OF_CELLS))
-    fitted = fit_kriged(FEATURES_OF_CELLS, seconds, None)
+    fitted = krige(FEATURES_OF_CELLS, seconds, None)
     make = (lambda rows: draft(rows, 4096, 512)) if kind == "draft" else (lambda rows: verify(rows, 4096, 4))
     line = columns([make(rows) for rows in range(1, 129)])
     priced, true = fitted.seconds(line), true_seconds(StepFeatures.from_columns(line))
@@ -139,9 +143,9 @@ def test_prompts_that_fit_a_graph_share_the_cells_of_decode_steps() -> None:
     assert isinstance(fitted, LaunchModel) and fitted.prompts is fitted.graph
     unseen = columns([mixed(ar(rows, 4096), prefill(64, 64)) for rows in (3, 12, 48, 100)])
     with_prompts = features[INDEX["prefill_tokens"]] > 0
-    apart = fit_kriged(features[:, with_prompts], seconds[with_prompts], None)
+    apart = krige(features[:, with_prompts], seconds[with_prompts], None)
     assert errors(fitted, unseen, bumpy_seconds(unseen)).max() < 0.12
-    assert errors(apart, unseen, bumpy_seconds(unseen)).max() > 0.3
+    assert errors(apart, unseen, bumpy_seconds(unseen)).max() > 0.15
     written = fitted.to_json()
     again = fitted_from_json(written)
     assert isinstance(again, LaunchModel) and again.prompts is again.graph and again.to_json() == written
@@ -155,7 +159,7 @@ def test_a_profile_without_prompts_prices_them_apart() -> None:
 
 def test_many_cells_are_thinned_so_that_predictions_stay_quick() -> None:
     many = np.tile(FEATURES_OF_CELLS, 8)
-    fitted = fit_kriged(many, np.tile(SECONDS, 8), None)
+    fitted = krige(many, np.tile(SECONDS, 8), None)
     assert len(fitted.pulls) <= MOST_CELLS < many.shape[1]
     assert errors(fitted, FEATURES_OF_CELLS, SECONDS).mean() < 0.02
 

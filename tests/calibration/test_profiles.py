@@ -21,8 +21,10 @@ def test_a_profile_states_the_error_that_it_has(name):
     model = load_cost_model(PROFILES / f"{name}.json", strict_range=True)
     assert model.file.data["hash"] == samples.data_hash() and model.file.kind == "measured"
     model.check_matches(samples.header.hardware, samples.header.model, samples.header.settings)
-    matrix, seconds = samples.matrix()
-    held = samples.heldout()
+    steady = samples.steady()
+    assert len(samples.measured) - len(steady.measured) == model.file.data["unsteady"]
+    matrix, seconds = steady.matrix()
+    held = steady.heldout()
     steps = StepFeatures.from_matrix(matrix[held])
     reports = by_regime(steps, model.predict(steps), seconds[held])
     assert {regime: report.to_json() for regime, report in reports.items()} == {
