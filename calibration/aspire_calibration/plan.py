@@ -272,6 +272,8 @@ def _regimes(
         "ar": ((rows, contexts), ar_cell),
         "sizes": ((sorted(sizes) or geometric(1, largest, 1.3),), bucket_cell),
         "draft": ((rows, contexts, (0.25, 1.0, 2.0)), draft_cell),
+        # most steps of a run are like these: every number of rows, lists as the selector makes them
+        "draft-usual": ((rows, contexts[len(contexts) // 2 :: 2]), lambda n, context: draft_cell(n, context, 1.0)),
     }
     if limits.d_max >= 1:
         table["verify"] = ((rows, contexts, drafted), verify_cell)
@@ -329,7 +331,7 @@ def _off_grid(limits: PlanLimits, generator: np.random.Generator, with_prefill: 
     Batches of policies that follow each request are mostly full, and contexts of their rows differ a little.
     """
     regimes = _regimes(limits, with_prefill)
-    special = ("sizes", "verify-plain", "verify-narrow", "mixed-plain", "mixed-prefill-plain")
+    special = ("sizes", "draft-usual", "verify-plain", "verify-narrow", "mixed-plain", "mixed-prefill-plain")
     turns = [name for name in regimes if name not in special]
     turns += [name for name, extra in EXTRA_TURNS.items() if name in regimes for _ in range(extra)]
     cells = []

@@ -247,3 +247,14 @@ def test_a_neighbour_of_the_longest_prompt_is_a_prompt_that_fits() -> None:
     generator = np.random.default_rng(0)
     near = [neighbour(prefill(8192, 8192), limits, generator) for _ in range(200)]
     assert all(cell is None or limits.fits(cell) for cell in near) and any(near)
+
+
+def test_every_number_of_rows_drafts_with_lists_as_the_selector_makes_them():
+    drafting = {
+        (cell.rows, group.sparse_tokens)
+        for cell in profile_plan(LIMITS)
+        for group in cell.groups
+        if len(cell.groups) == 1 and group.kind == "draft" and group.context_tokens >= 1024
+    }
+    usual = LIMITS.sparse_for(1024)
+    assert {rows for rows, sparse in drafting if sparse == usual} >= {1, 2, 4, 8, 16, 32, 64, 128}

@@ -17,7 +17,7 @@ SAMPLES = measured_samples()
 TIMED = Samples(HEADER, {key: dataclasses.replace(s, took_s=1.0) for key, s in SAMPLES.by_key.items()})
 FILES = {
     "toy": calibrate(SAMPLES, bootstrap=0),
-    "noisy": calibrate(measured_samples(noise=0.05, most=150), bootstrap=0, forms=["paper", "roofline"]),
+    "noisy": calibrate(measured_samples(noise=0.05, most=300), bootstrap=0, forms=["paper", "roofline"]),
 }
 
 
