@@ -32,14 +32,15 @@ ROWS = {
     "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k",
     "step.draft_smol_128_ms": "draft step, SmolLM2-135M, 128 rows",
     "step.host_bubble_smol_128": "time the GPU waits for the host, 128 rows",
-    "kernel.attn_full_llama8b_32x16k": "decode attention, 32 x 16k, 32/8 heads",
+    "kernel.attn_full_llama8b_32x16k": "decode attention, 32 x 16k, 32/8 heads "
+    "(commit c9c7373; 0.80 at 8b94a04, mended since, not measured again)",
     "kernel.attn_sparse_smol_256x32p": "draft attention, 256 rows of 32 pages, 9/3 heads",
     "calib.mape_mixed": "cost model, held-out mean error of mixed steps",
     "sim.throughput_error_mean": "simulator, decode throughput against measured, mean error",
     "sim.composition_equal": "recorded GPU steps that the simulator's replay composes identically",
     "prefix.prefill_share_saved": "prefill saved where 64 requests share a 4k prefix",
-    "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 1,203 "
-    "(a bfloat16 text, in dispute; in float32 0 of 7,111, 0 of 15,988 on the CPU)",
+    "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 1,099 "
+    "(8 minutes, float32 and bfloat16; 0 of CPUSOAK on the CPU)",
     "sim.seconds_1k_requests": "simulating 1,000 requests on one core",
     "lossless.fuzz_scenarios": "random scenarios checked against autoregressive output, none differing",
     "spine.demo_minutes": "make demo from nothing, 2 cores",
