@@ -1,7 +1,7 @@
 """`AsyncLLM`: one engine for many coroutines. A thread of its own steps the engine; outputs stream to async iterators.
 
     async with AsyncLLM("smollm2-135m") as llm:
-        async for output in llm.generate("Why is the sky blue?", SamplingParams(max_tokens=64)):
+        async for output in llm.generate("Tell me about the sea.", SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)
 
 The engine is touched by its thread alone: every call is handed to it and done between two steps.
