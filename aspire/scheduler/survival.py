@@ -93,7 +93,7 @@ def draft_price(row: Floats | float, token: Floats | float, shared: float, reque
 
 
 def best_rate(acceptance: float, price: float, d_max: int) -> float:
-    """max over g of E(g) / (1 + price g): the rate to start from when nothing was observed (DESIGN section 2)."""
+    """max over g of E(g) / (1 + price g): the rate to start from when nothing was observed (the rule of the paper)."""
     tokens = np.cumsum(np.power(acceptance, np.arange(d_max + 1)))
     return float(np.max(tokens / (1.0 + price * np.arange(d_max + 1))))
 

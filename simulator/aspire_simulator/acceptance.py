@@ -270,9 +270,9 @@ class Recorded(AcceptanceModel):
         return f"recorded {self.workload}".strip()
 
 
-# Published spread of the accepted length per request (DESIGN section 2): 2.6 to 20, mean 11.5. Read as the request's
-# mean run of accepted drafts before the first rejection, L = alpha / (1 - alpha), drawn as 2.6 + 17.4 Beta with that
-# mean.
+# Spread of the accepted length per request in the ASPIRE paper (arXiv 2609.17943): 2.6 to 20, mean 11.5. Read as the
+# request's mean run of accepted drafts before the first rejection, L = alpha / (1 - alpha), drawn as 2.6 + 17.4 Beta
+# with that mean.
 LONGBENCH_LIKE = BetaEffect(a=1.023, b=0.977, low=2.6, high=20.0, as_run_length=True)
 
 MODELS: dict[str, type[AcceptanceModel]] = {m.kind: m for m in (Iid, ByPosition, Markov, BetaEffect, Recorded)}

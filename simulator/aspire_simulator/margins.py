@@ -1,8 +1,8 @@
 """Margins of drafted tokens given what became of them.
 
 The margin is the gap between the two best perturbed draft scores, (logits / T + Gumbel noise). Large margins foretell
-acceptance (DESIGN section 3.5), so a simulation of confidence-guided policies must draw them. They are skewed like a
-lognormal but with heavier shoulders, so the generative form is a table of quantiles, drawn by inversion.
+acceptance (docs/goodput.md, section 1), so a simulation of confidence-guided policies must draw them. They are skewed
+like a lognormal but with heavier shoulders, so the generative form is a table of quantiles, drawn by inversion.
 """
 
 from __future__ import annotations

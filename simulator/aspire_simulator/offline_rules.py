@@ -51,7 +51,7 @@ class Hindsight(LengthRule):
 
 
 class Paper(LengthRule):
-    """g* = argmax of E(g) / (1 + price g), alpha by request; the constants of the paper (DESIGN section 2)."""
+    """g* = argmax of E(g) / (1 + price g), alpha by request; the constants of the paper (arXiv 2609.17943)."""
 
     def __init__(self, requests: int, price: float, d_max: int, w: float = 0.8, gamma_init: int = 3) -> None:
         super().__init__(requests, gamma_init)

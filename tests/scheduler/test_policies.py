@@ -125,7 +125,7 @@ def test_fsm_goes_up_when_all_is_accepted_and_down_else() -> None:
 
 
 class PaperOracle:
-    """The paper's rule for one request, written from its description (DESIGN section 2)."""
+    """The paper's rule for one request, written from its description (arXiv 2609.17943)."""
 
     def __init__(self, w: float, alpha: float, gamma_init: int, d_max: int) -> None:
         self.w, self.alpha, self.d_max = w, alpha, d_max

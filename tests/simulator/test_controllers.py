@@ -1,4 +1,4 @@
-"""Controllers: they settle on a steady load, follow a change, and are not locked in (DESIGN section 11)."""
+"""Controllers: they settle on a steady load, follow a change, and are not locked in."""
 
 from __future__ import annotations
 
