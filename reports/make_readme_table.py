@@ -29,7 +29,7 @@ ROWS = {
     "policy.goodput_worst_over_ar": "goodput policy, worst cell, over autoregressive",
     "step.ar_smol_256x7.9k_ms": "autoregressive step, SmolLM2-135M, 256 x 7.9k, end to end",
     "step.ar_smol_128x7.9k_ms": "autoregressive step, SmolLM2-135M, 128 x 7.9k",
-    "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k",
+    "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k (commit 8294202; see decode attention)",
     "step.draft_smol_128_ms": "draft step, SmolLM2-135M, 128 rows",
     "step.host_bubble_smol_128": "time the GPU waits for the host, 128 rows",
     "kernel.attn_full_llama8b_32x16k": "decode attention, 32 x 16k, 32/8 heads "
@@ -40,7 +40,7 @@ ROWS = {
     "sim.composition_equal": "recorded GPU steps that the simulator's replay composes identically",
     "prefix.prefill_share_saved": "prefill saved where 64 requests share a 4k prefix",
     "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 1,099 "
-    "(8 minutes, float32 and bfloat16; 0 of CPUSOAK on the CPU)",
+    "(8 minutes, float32 and bfloat16; 0 of 14,129 on the CPU)",
     "sim.seconds_1k_requests": "simulating 1,000 requests on one core",
     "lossless.fuzz_scenarios": "random scenarios checked against autoregressive output, none differing",
     "spine.demo_minutes": "make demo from nothing, 2 cores",
