@@ -108,6 +108,8 @@ def read_run(path: str | Path) -> Run:
     folder = Path(path)
     if not folder.is_dir():
         raise InputError(f"run directory {folder} does not exist; make one with: aspire simulate, generate or bench")
+    if not (folder / "config.json").exists() and any(folder.glob("*/config.json")):
+        raise InputError(f"{folder} is a folder of runs; name one of them, or all: {folder}/*")
     files = {
         name: read_json(folder / f"{name}.json", f"run file {name}.json") for name in ("config", "meta", "summary")
     }

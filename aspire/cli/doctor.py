@@ -81,7 +81,8 @@ def _torch() -> list[Check]:
     triton = package_version("triton")
     usable = triton is not None and torch.cuda.is_available()
     advice = "" if usable else "the torch reference kernels are used instead"
-    checks.append(Check("triton", "ok" if usable else "missing", triton or "-", advice))
+    found = triton if usable or triton is None else f"{triton}, but no GPU"
+    checks.append(Check("triton", "ok" if usable else "missing", found or "-", advice))
     return checks
 
 

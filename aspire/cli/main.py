@@ -136,7 +136,7 @@ def _unexpected(error: Exception) -> str:
         return f"out of memory ({error}); lower --max-num-seqs, --max-num-batched-tokens or --max-model-len"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("aspire"):
         missing = error.name.split(".")[0]
-        extra = {"optuna": "tune", "ray": "tune", "starlette": "serve", "uvicorn": "serve"}.get(missing, "engine")
+        extra = {"optuna": "tune", "ray": "tune"}.get(missing, "engine")
         return f"the package {missing} is not installed; install it with: pip install 'aspire-llm[{extra}]'"
     return f"unexpected {name}: {error}; run again with ASPIRE_DEBUG=1 for the traceback"
 

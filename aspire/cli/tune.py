@@ -103,7 +103,10 @@ def command(
     for line in watch.warnings():
         console.warn(line)
     console.wrote(output, f"policy {result.policy.label}")
-    console.next(f"aspire generate --policy {output}  or  aspire bench --policy {output}")
+    options = f"--policy {output}"
+    if ":" not in scenario.cost_model:  # the engine takes measured ones only
+        options += f" --cost-model {scenario.cost_model}"
+    console.next(f"aspire generate {options}  or  aspire bench {options}")
     console.result(result.to_dict())
 
 

@@ -264,7 +264,8 @@ def test_tune_writes_a_policy_that_simulate_reads(cost_model: Path, tmp_path: Pa
     done = run("tune", *work, *options, *models, "-o", policy)
     assert done.code == 0, done.err
     assert "tuned policy:" in done.out and "expected gain over autoregressive:" in done.out
-    assert f"wrote {policy}" in done.err and "next: aspire generate" in done.err
+    options = f"--policy {policy} --cost-model {cost_model}"
+    assert f"wrote {policy}" in done.err and f"next: aspire generate {options}  or  aspire bench {options}" in done.err
     written = json.loads(policy.read_text(encoding="utf-8"))
     assert written["provenance"]["cost_model"]["sha256"] and written["provenance"]["gains"]
     again = run("simulate", *work, *models, "--policy", policy, "-o", tmp_path / "r")

@@ -179,7 +179,7 @@ def test_goodput_beats_the_paper_in_every_recorded_cell() -> None:
 
 
 @pytest.mark.skipif(not ROUNDS.is_file(), reason="recorded rounds (../shared/data/smollm2_rounds.npz) are not here")
-def test_recorded_baselines_are_those_of_the_design_table() -> None:
+def test_recorded_baselines_are_those_tabled_at_recording() -> None:
     """Fixed length, the paper's rule and hindsight as tabled when the rounds were recorded (to its two decimals)."""
     recordings = {(one.name, one.temperature): one for one in load_recordings(ROUNDS)}
     tabled = {

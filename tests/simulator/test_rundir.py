@@ -78,6 +78,12 @@ def test_broken_files_are_named_with_their_line(tmp_path: Path) -> None:
         read_run(tmp_path / "absent")
 
 
+def test_a_folder_of_runs_is_told_from_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "bench" / "00", random_run(np.random.default_rng(0), steps=3))
+    with pytest.raises(InputError, match=r"bench is a folder of runs; name one of them, or all: .*/bench/\*"):
+        read_run(tmp_path / "bench")
+
+
 def test_trace_is_chrome_json_and_bounded(tmp_path: Path) -> None:
     run = random_run(np.random.default_rng(4), steps=2000)
     path = write_run(tmp_path / "run", run, trace_events=500)
