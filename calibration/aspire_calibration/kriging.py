@@ -25,17 +25,19 @@ from numpy.typing import NDArray
 
 from aspire.errors import InputError, check_choice, check_keys
 from aspire.scheduler.features import Floats
-from aspire_calibration.ramps import Ramp, RampModel, design
+from aspire_calibration.ramps import Ramp, RampModel, RampSums, design
 from aspire_calibration.solve import nonnegative_relative
-from aspire_calibration.variables import VARIABLES, fill_rows, sum_matrix, variable_rows
+from aspire_calibration.variables import NOT_PLAIN, VARIABLES, is_plain, variable_rows
 
 MOST_CELLS = 1024  # that a prediction compares with: its time grows with them
 TUNED_ON = 400  # of them choose reach and noise
 REACHES = (1.4, 2.0, 2.8, 4.0)  # times the octaves of the axes
 NOISES = (0.003, 0.01, 0.03, 0.1)  # variance of a cell's own noise over that of the process
 NEARLY = 1.03  # times the smallest leave-one-out error
-# Multiplications of a product above which OpenBLAS wakes other threads, which takes longer than the products here.
-VECTOR_WORK, MATRIX_WORK = 9_000, 250_000
+# Multiplications of a product of matrices above which OpenBLAS wakes other threads, which takes longer than the
+# products here. Of a matrix and a vector it does so from 9,000 on, so that none of those is asked for.
+MATRIX_WORK = 250_000
+STEPS_AT_ONCE = 64  # of which the distances to all cells stay in a processor's second cache
 PADDING = {"padded_rows", "idle_rows", "padded_width"}  # only CUDA graphs of decode steps are made for rounded sizes
 
 
@@ -101,7 +103,7 @@ class KrigedModel:
 
     def seconds(self, features: Floats) -> Floats:
         """[steps] from features [len(FEATURES), steps]."""
-        return np.asarray(self.base.seconds(features) * np.exp(self._compiled.correction(features)))
+        return self._compiled(features)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -147,39 +149,62 @@ def _table(rows: list[list[float]]) -> Floats:
 
 
 class _Compiled:
-    """The arrays of one evaluation: few numpy calls, because the scheduler asks for prices at every step."""
+    """The arrays of an evaluation of any steps, and smaller ones for the what-ifs that are most of what is asked."""
 
     def __init__(self, model: KrigedModel) -> None:
-        self.names, self.largest = model.variables, model.largest
-        self.pulls = np.stack([model.pulls, np.zeros_like(model.pulls)])  # a product of matrices; see VECTOR_WORK
-        self.sums = sum_matrix(self.names)
-        self.per_unit = 1.0 / model.units[:, None]
-        self.mix = model.mix / np.log(2.0)
-        cells = len(model.pulls)
-        # |x - c|^2 = |c|^2 - 2 c.x + |x|^2 as one product, of [c, |c|^2, 1] and [-2 x, 1, |x|^2]
-        self.cells = np.concatenate([model.places, (model.places**2).sum(axis=0)[None], np.ones((1, cells))]).T.copy()
-        self.block = max(1, MATRIX_WORK // self.cells.size)
+        plain = [name not in NOT_PLAIN for name in model.variables]
+        self.any_steps = _Evaluation(model, np.ones_like(plain))
+        self.plain_steps = self.any_steps if all(plain) else _Evaluation(model, np.array(plain))
 
-    def correction(self, features: Floats) -> Floats:
-        """[steps]: logarithm of what the base is multiplied by."""
-        values = fill_rows(features, self.names, self.sums)
-        values *= self.per_unit
-        steps = np.ones((self.cells.shape[1], values.shape[1]))
-        at = np.matmul(self.mix, np.log1p(values, out=values), out=steps[:-2])
-        np.einsum("as,as->s", at, at, out=steps[-1])
-        at *= -2.0
-        pull = np.empty(at.shape[1])
-        for first in range(0, len(pull), self.block):
-            some = slice(first, first + self.block)
-            near = _near(self._products(steps[:, some]).astype(np.float32))
-            pull[some] = (self.pulls @ near.astype(np.float64))[0]
-        return np.asarray(np.minimum(np.maximum(pull, -self.largest), self.largest))
+    def __call__(self, features: Floats) -> Floats:
+        return self.plain_steps(features) if is_plain(features) else self.any_steps(features)
 
-    def _products(self, steps: Floats) -> Floats:
-        """[cells, steps]: squared distances of all cells and the ``steps`` [axes + 2, steps]."""
-        if steps.shape[1] == 1 and self.cells.size > VECTOR_WORK:
-            return np.asarray(np.einsum("ca,as->cs", self.cells, steps))
-        return np.asarray(self.cells @ steps)
+
+class _Evaluation:
+    """Prices of steps in which no variables are other than 0 but those ``kept`` [variables]. Few numpy calls, because
+    the scheduler asks for prices at every step."""
+
+    def __init__(self, model: KrigedModel, kept: NDArray[np.bool_]) -> None:
+        names = [name for name, keep in zip(model.variables, kept, strict=True) if keep]
+        axes = (model.mix[:, kept] != 0.0).any(axis=1)
+        self.base = RampSums(model.base, beside=names)
+        self.largest = model.largest
+        self.per_unit = 1.0 / model.units[kept, None]
+        self.mix = model.mix[np.ix_(axes, kept)] / np.log(2.0)
+        square = (model.places**2).sum(axis=0)[None]
+        # |x - c|^2 = |c|^2 - 2 c.x + |x|^2 as one product, of [x, 1, |x|^2] and [-2 c, |c|^2, 1]
+        self.cells = np.concatenate([-2.0 * model.places[axes], square, np.ones_like(square)])
+        self.block = max(2, MATRIX_WORK // self.cells.size // 4 * 4)  # fours fill a processor's registers
+        self.pulls = np.stack([model.pulls, np.zeros_like(model.pulls)], axis=1)  # two columns: see MATRIX_WORK
+
+    def __call__(self, features: Floats) -> Floats:
+        """[steps] from features [len(FEATURES), steps]."""
+        values = self.base.rows(features)
+        seconds = self.base(values)
+        count = len(seconds)
+        units = values[: len(self.per_unit)]
+        units *= self.per_unit
+        steps = np.ones((len(self.cells), max(count, 2)))  # two columns at least: see MATRIX_WORK
+        at = np.matmul(self.mix, np.log1p(units, out=units), out=steps[:-2, :count])
+        np.einsum("as,as->s", at, at, out=steps[-1, :count])
+        pull = np.empty(steps.shape[1])
+        for some in _parts(len(pull), STEPS_AT_ONCE):
+            pull[some] = self._pull(steps[:, some])
+        seconds *= np.exp(np.minimum(np.maximum(pull[:count], -self.largest), self.largest))
+        return seconds
+
+    def _pull(self, steps: Floats) -> Floats:
+        """[steps]: weighted sums of the cells near the ``steps`` [axes + 2, steps]."""
+        apart = np.empty((steps.shape[1], self.cells.shape[1]), dtype=np.float32)
+        for some in _parts(len(apart), self.block):
+            apart[some] = steps[:, some].T @ self.cells
+        return np.asarray((_near(apart).astype(np.float64) @ self.pulls)[:, 0])
+
+
+def _parts(count: int, most: int) -> list[slice]:
+    """All of ``count`` >= 2 by at most ``most`` >= 2, never one alone: the last part may begin in the one before it."""
+    starts = (min(first, count - 2) for first in range(0, count, most))
+    return [slice(first, first + most) for first in starts]
 
 
 def fit_kriged(
@@ -209,10 +234,10 @@ def fit_kriged(
 
 def _near(apart: NDArray[Any]) -> NDArray[Any]:
     """1 / (1 + d^1.5) of squared distances d^2, which are overwritten."""
-    root = np.sqrt(np.maximum(apart, 0.0, out=apart), out=apart)
+    root = np.sqrt(np.abs(apart, out=apart), out=apart)  # what is rounded to below 0 is as near as what is above
     root *= np.sqrt(root)
     root += 1.0
-    return np.asarray(np.reciprocal(root, out=root))
+    return np.asarray(np.divide(1.0, root, out=root))
 
 
 def _kernel(at: Floats) -> Floats:

@@ -65,10 +65,12 @@ class LaunchModel:
 
     def seconds(self, features: Floats) -> Floats:
         """[steps] from [len(FEATURES), steps]."""
-        prompts, eager = kinds_of(features, self.graph_tokens)
+        kinds = [(features[QUERY] > self.graph_tokens, self.eager)]
+        if self.prompts is not self.graph:
+            kinds.append((kinds_of(features, self.graph_tokens)[0], self.prompts))
         out: Floats | None = None
-        for mine, part in ((prompts, self.prompts), (eager, self.eager)):
-            count = 0 if part is self.graph else np.count_nonzero(mine)
+        for mine, part in kinds:
+            count = np.count_nonzero(mine)
             if count == len(mine):
                 return part.seconds(features)
             if count:

@@ -17,7 +17,7 @@ import numpy as np
 
 from aspire.errors import InputError, check_choice, check_keys
 from aspire.scheduler.features import Floats
-from aspire_calibration.variables import SUMS, VARIABLES, fill_rows, sum_matrix, variable_rows
+from aspire_calibration.variables import VARIABLES, VariableRows, variable_rows
 
 LONG_CHAIN = 8  # so many ramps on one variable are evaluated as one interpolation
 
@@ -65,14 +65,14 @@ class RampModel:
     branches: tuple[tuple[Ramp, ...], ...]
     slopes: tuple[tuple[float, ...], ...]
     names: tuple[str, ...] = ("step",)
-    _compiled: _Compiled = field(init=False, repr=False, compare=False)
+    _compiled: RampSums = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_compiled", _Compiled(self.branches, self.slopes))
+        object.__setattr__(self, "_compiled", RampSums(self))
 
     def seconds(self, features: Floats) -> Floats:
         """[steps] from features [len(FEATURES), steps]."""
-        return self._compiled(features)
+        return self._compiled(self._compiled.rows(features))
 
     def scaled(self, factors: Sequence[Sequence[float]]) -> RampModel:
         """The same terms with every slope multiplied."""
@@ -119,15 +119,18 @@ def _term_json(term: Ramp, slope: float) -> dict[str, Any]:
     return {"variable": term.variable, "from": term.start, "to": stop, "seconds": slope, "unit": f"s/{unit}"}
 
 
-class _Compiled:
-    """The arrays of one evaluation: few numpy calls, because the scheduler asks for prices at every step."""
+class RampSums:
+    """The arrays of one evaluation: few numpy calls, because the scheduler asks for prices at every step.
 
-    def __init__(self, branches: Sequence[Sequence[Ramp]], slopes: Sequence[Sequence[float]]) -> None:
-        count = len(branches)
+    ``beside``: variables that the caller needs of the same steps, so that all are made at once: the first of ``rows``.
+    """
+
+    def __init__(self, model: RampModel, beside: Sequence[str] = ()) -> None:
+        count = len(model.branches)
         self.constant = np.zeros((count, 1))
         linear: dict[str, Floats] = {}
         bent: dict[Ramp, Floats] = {}
-        for b, (terms, row) in enumerate(zip(branches, slopes, strict=True)):
+        for b, (terms, row) in enumerate(zip(model.branches, model.slopes, strict=True)):
             for term, slope in zip(terms, row, strict=True):
                 if slope == 0.0:
                     continue
@@ -137,41 +140,35 @@ class _Compiled:
                     linear.setdefault(term.variable, np.zeros(count))[b] += slope
                 else:
                     bent.setdefault(term, np.zeros(count))[b] += slope
-        # sums of features go straight from the features to seconds; only what is bent or derived needs its own value
-        sums = [name for name in linear if name in SUMS]
-        self.direct = np.stack([linear[name] for name in sums], axis=1) @ sum_matrix(sums) if sums else None
-        derived = {name: values for name, values in linear.items() if name not in SUMS}
-        self.names = sorted({*derived, *(term.variable for term in bent)})
-        self.sums = sum_matrix(self.names)
-        position = {name: index for index, name in enumerate(self.names)}
+        names = [*beside, *sorted({*linear, *(term.variable for term in bent)} - set(beside))]
+        self.rows = VariableRows(names)
+        position = {name: index for index, name in enumerate(names)}
         self.curves: list[_Curve] = []
-        for name in self.names:
+        for name in names:
             chained = {term: values for term, values in bent.items() if term.variable == name}
             if len(chained) >= LONG_CHAIN:
                 self.curves.append(_Curve(position[name], chained))
                 bent = {term: values for term, values in bent.items() if term not in chained}
-        self.linear = np.zeros((count, len(self.names)))
-        for name, values in derived.items():
+        self.linear = np.zeros((count, len(names)))
+        for name, values in linear.items():
             self.linear[:, position[name]] = values
         self.pick = np.array([position[term.variable] for term in bent], dtype=np.intp)
         self.start = np.array([[term.start] for term in bent])
         self.width = np.array([[term.stop - term.start] for term in bent])
         self.bent = np.stack(list(bent.values()), axis=1) if bent else np.zeros((count, 0))
 
-    def __call__(self, features: Floats) -> Floats:
-        out = np.zeros((len(self.constant), features.shape[1])) if self.direct is None else self.direct @ features
+    def __call__(self, values: Floats) -> Floats:
+        """[steps] from the ``values`` of their ``rows``."""
+        out = self.linear @ values
         out += self.constant
-        if self.names:
-            values = fill_rows(features, self.names, self.sums)
-            out += self.linear @ values
-            if len(self.pick):
-                ramps = values[self.pick]
-                ramps -= self.start
-                np.maximum(ramps, 0.0, out=ramps)
-                np.minimum(ramps, self.width, out=ramps)
-                out += self.bent @ ramps
-            for curve in self.curves:
-                curve.add_to(out, values)
+        if len(self.pick):
+            ramps = values[self.pick]
+            ramps -= self.start
+            np.maximum(ramps, 0.0, out=ramps)
+            np.minimum(ramps, self.width, out=ramps)
+            out += self.bent @ ramps
+        for curve in self.curves:
+            curve.add_to(out, values)
         return np.asarray(out[0] if len(out) == 1 else out.max(axis=0))
 
 

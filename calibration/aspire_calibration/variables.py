@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from aspire.scheduler.features import FEATURES, GRAPH_WIDTHS, Floats, prefill_context
+from aspire.scheduler.features import FEATURES, GRAPH_WIDTHS, MAXIMA, Floats, prefill_context
 from aspire.scheduler.once import once
 
 INDEX = {name: position for position, name in enumerate(FEATURES)}
@@ -19,6 +19,12 @@ VERIFY_WIDTH, LONGEST_FULL, LONGEST_SPARSE = (
 SPARSE_KV = INDEX["sparse_kv_tokens"]
 SHORT_CONTEXT = 128.0  # tokens: no step tells shorter contexts apart
 _BOUNDS = np.array([0.0, *GRAPH_WIDTHS])
+_POWERS = np.append(np.exp2(np.arange(1024)), np.inf)
+# Variables that are 0 in every step that `is_plain`.
+NOT_PLAIN = frozenset(
+    ("prefill_tokens", "prefill_pairs", "full_spread", "sparse_spread")
+    + ("verify_width", "longest_full_kv", "longest_sparse_kv")
+)
 
 # name -> (unit of the variable, definition)
 VARIABLES: dict[str, tuple[str, str]] = {
@@ -71,12 +77,14 @@ SUMS: dict[str, dict[str, float]] = {
     "kv_tokens": {"sparse_kv_tokens": 1.0, "full_kv_tokens": 1.0},
     # decoding tokens + prefill rows
     "logits_rows": {"query_tokens": 1.0, "prefill_tokens": -1.0, "rows": 1.0, "draft_rows": -1.0, "verify_rows": -1.0},
+    # of verifying rows: a part of others, no variable
+    "drafted_tokens": {"query_tokens": 1.0, "prefill_tokens": -1.0, "draft_rows": -1.0, "verify_rows": -1.0},
 }
 
 
 def variable_rows(features: Floats, names: Sequence[str]) -> Floats:
     """[len(names), steps] from features [len(FEATURES), steps]."""
-    return fill_rows(features, names, sum_matrix(names))
+    return VariableRows(names)(features)
 
 
 def sum_matrix(names: Sequence[str]) -> Floats:
@@ -88,69 +96,87 @@ def sum_matrix(names: Sequence[str]) -> Floats:
     return matrix
 
 
-def fill_rows(features: Floats, names: Sequence[str], sums: Floats) -> Floats:
-    """`variable_rows` with the matrix of `sum_matrix` at hand."""
-    out = sums @ features
-    derived = _Derived(features)
-    for row, name in zip(out, names, strict=True):
-        if name not in SUMS:
-            row[:] = DERIVED[name](derived)
-    return np.asarray(out)
+def is_plain(features: Floats) -> bool:
+    """Whether no step has prompts and none tells a maximum, as the what-ifs of policies do."""
+    return not np.count_nonzero(features[PREFILL : PREFILL_PAIRS + 1]) and not np.count_nonzero(features[MAXIMA])
+
+
+class VariableRows:
+    """`variable_rows` of ``names`` that are looked up once."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._count = len(names)
+        self._sums = sum_matrix([*names, "full_rows", "drafted_tokens"])
+        self._derived = [(row, DERIVED[name]) for row, name in enumerate(names) if name not in SUMS]
+
+    def __call__(self, features: Floats) -> Floats:
+        sums = self._sums @ features
+        out = sums[: self._count]
+        derived = _Derived(features, *sums[self._count :])
+        for row, work in self._derived:
+            out[row] = work(derived)
+        return np.asarray(out)
 
 
 class _Derived:
-    """What is no sum of the features ``f`` [len(FEATURES), steps]; parts that several variables share are made once."""
+    """What is no sum of the features ``f`` [len(FEATURES), steps], of them and the sums ``full_rows`` and
+    ``drafted_tokens`` [steps]; parts that several variables share are made once."""
 
-    def __init__(self, f: Floats) -> None:
-        self.f = f
+    def __init__(self, f: Floats, full_rows: Floats, drafted_tokens: Floats) -> None:
+        self.f, self.full_rows, self.drafted_tokens = f, full_rows, drafted_tokens
 
     @once
     def verify_kv_tokens(self) -> Floats:
         f = self.f
-        if not np.count_nonzero(f[PREFILL]):
+        if not self.prompts:
             return np.asarray(f[FULL_KV])
         # the context of prefill rows is no feature of its own
-        prefill_rows = f[ROWS] - f[DRAFT_ROWS] - f[VERIFY_ROWS]
+        prefill_rows = self.full_rows - f[VERIFY_ROWS]
         prefill_kv = prefill_context(prefill_rows, f[PREFILL], f[PREFILL_PAIRS])
         return np.asarray(np.maximum(f[FULL_KV] - prefill_kv, 0.0) * (f[VERIFY_ROWS] > 0))
 
     @once
     def mean_drafted(self) -> Floats:
-        f, verify_rows = self.f, self.f[VERIFY_ROWS]
-        drafted = f[QUERY] - f[PREFILL] - f[DRAFT_ROWS] - verify_rows
-        return np.asarray(np.maximum(drafted, 0.0) / np.maximum(verify_rows, 1.0))
+        return np.asarray(np.maximum(self.drafted_tokens, 0.0) / np.maximum(self.f[VERIFY_ROWS], 1.0))
 
     @once
     def widest_verify(self) -> Floats:
-        told = self.f[VERIFY_WIDTH]
-        return np.asarray(np.where(told > 0, told, 1.0 + self.mean_drafted) * (self.f[VERIFY_ROWS] > 0))
+        told, width = self.f[VERIFY_WIDTH], 1.0 + self.mean_drafted
+        if np.count_nonzero(told):
+            width = np.where(told > 0, told, width)
+        return np.asarray(width * (self.f[VERIFY_ROWS] > 0))
 
     @once
     def mean_context_octaves(self) -> Floats:
-        f, full_rows = self.f, self.f[ROWS] - self.f[DRAFT_ROWS]
+        f, full_rows = self.f, self.full_rows
         # without full rows, full_kv_tokens are those of layers that draft rows read in full
         mean = f[FULL_KV] / np.maximum(np.where(full_rows > 0, full_rows, f[ROWS]), 1.0)
         return np.asarray(np.log2(np.maximum(mean / SHORT_CONTEXT, 1.0)))
 
     @property
+    def idle_rows(self) -> Floats:
+        return self._if_decodes(np.asarray(self.padded_rows - self.f[ROWS]))
+
+    @property
     def longest_context(self) -> Floats:
         f = self.f
-        return np.asarray(np.maximum(f[LONGEST_FULL], f[FULL_KV] / np.maximum(f[ROWS] - f[DRAFT_ROWS], 1.0)))
+        return np.asarray(np.maximum(f[LONGEST_FULL], f[FULL_KV] / np.maximum(self.full_rows, 1.0)))
 
     @once
     def padded_rows(self) -> Floats:
-        rows = np.exp2(np.ceil(np.log2(np.maximum(self.f[ROWS], 1.0))))
-        return np.asarray(rows * self.decodes)
+        return self._if_decodes(_POWERS[_POWERS.searchsorted(self.f[ROWS])])
 
     @property
     def padded_width(self) -> Floats:
-        return np.asarray(_BOUNDS[_BOUNDS[:-1].searchsorted(self.widest_verify)] * self.decodes)
+        return self._if_decodes(_BOUNDS[_BOUNDS[:-1].searchsorted(self.widest_verify)])
 
     @once
-    def decodes(self) -> Floats | float:
-        """1 in steps without prompts."""
-        prompts = self.f[PREFILL]
-        return np.asarray(prompts == 0, dtype=np.float64) if np.count_nonzero(prompts) else 1.0
+    def prompts(self) -> bool:
+        return bool(np.count_nonzero(self.f[PREFILL]))
+
+    def _if_decodes(self, values: Floats) -> Floats:
+        """[steps]: 0 in steps with prompts."""
+        return np.asarray(values * (self.f[PREFILL] == 0)) if self.prompts else values
 
 
 def _spread(longest: Floats, total: Floats, rows: Floats) -> Floats:
@@ -161,10 +187,10 @@ def _spread(longest: Floats, total: Floats, rows: Floats) -> Floats:
 DERIVED: dict[str, Callable[[_Derived], Floats | float]] = {
     "one": lambda d: 1.0,
     "padded_rows": lambda d: d.padded_rows,
-    "idle_rows": lambda d: np.maximum(d.padded_rows - d.f[ROWS], 0.0),
+    "idle_rows": lambda d: d.idle_rows,
     "padded_width": lambda d: d.padded_width,
     "longest_context": lambda d: d.longest_context,
-    "full_spread": lambda d: _spread(d.f[LONGEST_FULL], d.f[FULL_KV], d.f[ROWS] - d.f[DRAFT_ROWS]),
+    "full_spread": lambda d: _spread(d.f[LONGEST_FULL], d.f[FULL_KV], d.full_rows),
     "sparse_spread": lambda d: _spread(d.f[LONGEST_SPARSE], d.f[SPARSE_KV], d.f[DRAFT_ROWS]),
     "verify_kv_tokens": lambda d: d.verify_kv_tokens,
     "verify_extra_qkv": lambda d: d.verify_kv_tokens * d.mean_drafted,

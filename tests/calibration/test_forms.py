@@ -13,7 +13,7 @@ from aspire_calibration.forms import FORMS, fitted_from_json, forms_named, knots
 from aspire_calibration.ramps import Ramp, RampModel, chain, design, present
 from aspire_calibration.solve import nonnegative_relative, ordinary
 from aspire_calibration.staircase import sizes_of
-from aspire_calibration.variables import INDEX, VARIABLES, variable_rows
+from aspire_calibration.variables import INDEX, NOT_PLAIN, VARIABLES, is_plain, variable_rows
 from tests.calibration.machine import measured_samples
 
 SAMPLES = measured_samples(noise=0.01, most=260)
@@ -197,6 +197,27 @@ def test_derived_variables_of_a_step_with_all_kinds_of_rows():
     told = StepFeatures.of(**{**{name: getattr(step, name) for name in INDEX}, "verify_width": 9.0}).matrix()[:, None]
     assert variable_rows(told, ["widest_verify"])[0, 0] == 9
     assert variable_rows(told, ["mean_drafted"])[0, 0] == 4
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 128)] * 3, *[st.floats(0.0, 1e6)] * 3), min_size=1, max_size=4),
+    st.sampled_from(["prefill_tokens", "prefill_pairs", "verify_width", "longest_full_kv", "longest_sparse_kv"]),
+)
+def test_plain_steps_have_no_prompts_and_tell_no_maxima(rows: list[tuple[float, ...]], other: str) -> None:
+    names = ("draft_rows", "verify_rows", "select_rows", "sparse_kv_tokens", "full_kv_tokens", "select_kv_tokens")
+    given_ = dict(zip(names, np.array(rows, dtype=np.float64).T, strict=True))
+    given_["rows"] = given_["draft_rows"] + given_["verify_rows"]
+    step = StepFeatures.of(**given_, query_tokens=given_["rows"] + 3.0 * given_["verify_rows"]).columns()
+    assert is_plain(step) and not variable_rows(step, sorted(NOT_PLAIN)).any()
+    step[INDEX[other], -1] = 1.0
+    assert not is_plain(step)
+
+
+def test_rows_of_graphs_are_powers_of_two() -> None:
+    rows = np.concatenate([[0.0, 0.5, 1.0, 1.5], *([2.0**k - 1, 2.0**k, 2.0**k + 1] for k in range(2, 50))])
+    padded, idle = variable_rows(StepFeatures.of(rows=rows).columns(), ["padded_rows", "idle_rows"])
+    assert (np.frexp(padded)[0] == 0.5).all() and (padded >= rows).all()
+    assert (padded[1:] < 2.0 * np.maximum(rows[1:], 0.51)).all() and (idle == padded - rows).all()
 
 
 def test_graphs_of_decode_steps_are_made_for_rounded_rows_and_widths() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,18 @@ from aspire.errors import InputError, UsageError
 from aspire.scheduler.features import FEATURES, StepFeatures
 from aspire_calibration.cells import Cell, ar, draft, mixed, prefill, verify
 from aspire_calibration.forms import fitted_from_json, forms_named, roofline_terms
-from aspire_calibration.kriging import AXES, MOST_CELLS, PADDING, KrigedModel, fit_kriged
+from aspire_calibration.kriging import (
+    AXES,
+    MATRIX_WORK,
+    MOST_CELLS,
+    PADDING,
+    STEPS_AT_ONCE,
+    KrigedModel,
+    _parts,
+    fit_kriged,
+)
 from aspire_calibration.launches import LaunchModel
+from aspire_calibration.ramps import design
 from aspire_calibration.variables import INDEX, VARIABLES, variable_rows
 from tests.calibration.machine import BUCKETS, true_seconds
 
@@ -53,6 +64,12 @@ CELLS = grid()
 FEATURES_OF_CELLS = columns(CELLS)
 SECONDS = bumpy_seconds(FEATURES_OF_CELLS)
 FITTED = krige(FEATURES_OF_CELLS, SECONDS, None)
+TIMES = -(-MOST_CELLS // FITTED.cells)
+LARGE = replace(  # the same cells over and over, so that as many are compared with as ever are
+    FITTED,
+    places=np.tile(FITTED.places, TIMES)[:, :MOST_CELLS],
+    pulls=np.tile(FITTED.pulls / TIMES, TIMES)[:MOST_CELLS],
+)
 steps = st.sampled_from(range(len(CELLS)))
 
 
@@ -162,6 +179,44 @@ def test_many_cells_are_thinned_so_that_predictions_stay_quick() -> None:
     fitted = krige(many, np.tile(SECONDS, 8), None)
     assert len(fitted.pulls) <= MOST_CELLS < many.shape[1]
     assert errors(fitted, FEATURES_OF_CELLS, SECONDS).mean() < 0.02
+
+
+def plain_formula(fitted: KrigedModel, features: np.ndarray) -> np.ndarray:
+    """The formula of the module's first lines, in float64 and step by step."""
+    base = np.max(
+        [design(t, features) @ s for t, s in zip(fitted.base.branches, map(np.array, fitted.base.slopes), strict=True)],
+        axis=0,
+    )
+    at = fitted.mix @ np.log2(1.0 + variable_rows(features, fitted.variables) / fitted.units[:, None])
+    apart = np.sqrt(((at[:, :, None] - fitted.places[:, None, :]) ** 2).sum(axis=0))  # [steps, cells]
+    pull = (1.0 / (1.0 + apart**1.5)) @ fitted.pulls
+    return base * np.exp(np.clip(pull, -fitted.largest, fitted.largest))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 64, 65, 130, len(CELLS)])
+@pytest.mark.parametrize("told", [True, False])
+def test_prices_are_those_of_the_formula(count: int, told: bool) -> None:
+    """Of steps at cells and beside them, of any number of steps at once, with and without maxima and prompts."""
+    beside = FEATURES_OF_CELLS * np.random.default_rng(3).uniform(0.9, 1.4, FEATURES_OF_CELLS.shape)
+    features = np.where(np.arange(len(CELLS)) % 2, beside, FEATURES_OF_CELLS)[:, :count]
+    features[INDEX["prefill_tokens"], ::3] = 40.0 * told
+    features[INDEX["verify_width"] :] *= told
+    for fitted in (FITTED, LARGE):
+        assert fitted.seconds(features) == pytest.approx(plain_formula(fitted, features), rel=1e-6)
+
+
+@given(count=st.integers(2, 400), most=st.integers(2, 70))
+def test_parts_are_all_and_none_is_alone(count: int, most: int) -> None:
+    parts = [np.arange(count)[part] for part in _parts(count, most)]
+    assert set(np.concatenate(parts)) == set(range(count))
+    assert all(2 <= len(part) <= most for part in parts)
+
+
+def test_no_product_wakes_the_threads_of_blas() -> None:
+    for evaluation in (LARGE._compiled.any_steps, LARGE._compiled.plain_steps):
+        assert 2 <= evaluation.block < STEPS_AT_ONCE, "else the parts are not tried here"
+        assert evaluation.block * evaluation.cells.size <= MATRIX_WORK
+        assert STEPS_AT_ONCE * evaluation.pulls.size <= MATRIX_WORK
 
 
 def test_axes_are_of_known_variables() -> None:
