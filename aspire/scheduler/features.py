@@ -121,7 +121,7 @@ def prefill_context(rows: Floats, prefill_tokens: Floats, prefill_pairs: Floats)
 class CostModel(Protocol):
     """Predicts the latency of steps from their features, as they follow each other.
 
-    A model may also have ``start_latency`` and ``cells_per_price``, see the functions of these names.
+    A model may also have ``start_latency``, ``cells_per_price`` and ``fixed_prices``, see the functions of these names.
     """
 
     def predict(self, features: StepFeatures) -> Floats:
@@ -136,6 +136,11 @@ class CostModel(Protocol):
 def cells_per_price_of(cost_model: CostModel) -> int:
     """Measured cells that a price is compared with, each of which takes time; 0 for prices that are plain sums."""
     return int(getattr(cost_model, "cells_per_price", 0))
+
+
+def fixed_prices_of(cost_model: CostModel) -> bool:
+    """Whether the same step always has the same price; False for models that do not tell, as those that learn."""
+    return bool(getattr(cost_model, "fixed_prices", False))
 
 
 def start_latency_of(cost_model: CostModel, rest_s: Floats | float) -> Floats:

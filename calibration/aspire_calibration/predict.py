@@ -34,6 +34,8 @@ class LoadedCostModel:
     feature and `extrapolated` counts every step. Only `predict` checks ranges: `marginal` asks what-ifs.
     """
 
+    fixed_prices = True
+
     def __init__(self, file: CostModelFile, *, strict_range: bool = False, warn: Callable[[str], None] = _warn) -> None:
         self.file = file
         self.start_latency = file.start_latency

@@ -319,6 +319,50 @@ def test_aspire_prices_some_of_a_large_batch_and_the_others_between_them(
         assert found == pytest.approx(exact, rel=1e-12)
 
 
+class Fixed(LinearCost):
+    """Says that its prices stand, and counts what it is asked."""
+
+    fixed_prices, cells_per_price = True, 10_000
+
+    def __init__(self, *args: float) -> None:
+        super().__init__(*args)
+        self.asked: list[int] = []
+
+    def predict(self, features: StepFeatures) -> np.ndarray:
+        self.asked.append(features.columns().shape[1])
+        return super().predict(features)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from([3, 8]), st.integers(0, 16), st.integers(-20, 9000), st.booleans(), st.booleans()),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_aspire_keeps_draft_prices_only_while_they_hold(steps: list[tuple[int, int, int, bool, bool]]) -> None:
+    """Batches of two sizes, other page lists, two cost models and refreshed layers: always as if priced anew."""
+    models = Fixed(1e-3, 1e-6, 1e-8), Fixed(2e-3, 1e-6, 5e-8)
+    keeping = built("aspire", 8)
+    for count, drafted, sparse, other_model, refresh in steps:
+        view = view_of([drafted] * count, cost_model=models[other_model], full_layer_share=0.1 * refresh)
+        view = replace(view, sparse_tokens=sparse + np.arange(count) % 3)
+        assert keeping._cost_ratio(view) == pytest.approx(built("aspire", 8)._cost_ratio(view), rel=1e-12)
+
+
+def test_aspire_asks_once_for_a_draft_price_that_stands() -> None:
+    cost = Fixed()
+    policy = built("aspire", 4)
+    for sparse in (64, 64, 65):
+        view = view_of([2] * 4, cost_model=cost)
+        policy.plan(replace(view, sparse_tokens=np.array([1, 2, 3, 3]) + sparse))
+    assert cost.asked == [4 + 4, 0 + 4, 2 + 4]
+    cost.fixed_prices = False
+    for _ in range(2):
+        policy.plan(view_of([2] * 4, cost_model=cost))
+    assert cost.asked[3:] == [8, 8], "a model that learns is asked at every step"
+
+
 def test_aspire_draws_no_line_over_a_gap_between_contexts() -> None:
     """What is a fifth longer than the shortest is not priced between that one and one eight times as long."""
     cost = LinearCost(base=1e-3, token=1e-6, kv=1e-8)

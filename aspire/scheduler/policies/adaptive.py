@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError
-from aspire.scheduler.features import FEATURES, StepFeatures, cells_per_price_of
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures, cells_per_price_of, fixed_prices_of
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
 from aspire.scheduler.slots import index_of
 
@@ -69,6 +69,7 @@ class Aspire(Policy):
         super().__init__(params, max_slots, d_max)
         self._alpha = np.full(max_slots, params.alpha_0)
         self._first_round = np.ones(max_slots, dtype=bool)
+        self._draft_prices = _DraftPrices()
 
     def reset(self, slots: Ints) -> None:
         self._alpha[slots] = self.params.alpha_0
@@ -104,13 +105,54 @@ class Aspire(Policy):
         slow = cells_per_price_of(view.cost_model) * count > _SLOW_TO_PRICE
         priced = _PricedRows.of(view.drafted, view.context_tokens) if slow else None
         some = view if priced is None else _only(view, priced.rows)
-        size = len(some.slots)
-        copies = np.empty((len(FEATURES), 2 * size))
-        some.fill_draft_features(copies[:, :size], count)
-        some.fill_verify_features(copies[:, size:], count)
-        seconds = view.cost_model.predict(StepFeatures.from_columns(copies))
-        ratio = np.asarray(seconds[:size] / np.maximum(seconds[size:], 1e-12))
+        known = None
+        if slow and fixed_prices_of(view.cost_model) and not view.full_layer_share:
+            known = self._draft_prices.of(view.cost_model, count, some.sparse_tokens)
+        draft_s, verify_s = _price_copies(view.cost_model, some, count, known)
+        ratio = np.asarray(draft_s / np.maximum(verify_s, 1e-12))
         return ratio if priced is None else priced.between(ratio)
+
+
+def _price_copies(cost_model: CostModel, view: PolicyView, copies: int, known: Floats | None) -> tuple[Floats, Floats]:
+    """([n], [n]): seconds of steps in which ``copies`` rows like each of ``view`` draft, and verify. ``known``: draft
+    prices by `PolicyView.sparse_tokens`, NaN where they are still to be asked for and filled in."""
+    drafting: PolicyView | None = view
+    if known is not None:
+        unknown = np.isnan(known[view.sparse_tokens]).nonzero()[0]
+        drafting = _only(view, unknown) if len(unknown) else None
+    drafts = 0 if drafting is None else len(drafting.slots)
+    columns = np.empty((len(FEATURES), drafts + len(view.slots)))
+    if drafting is not None:
+        drafting.fill_draft_features(columns[:, :drafts], copies)
+    view.fill_verify_features(columns[:, drafts:], copies)
+    seconds = cost_model.predict(StepFeatures.from_columns(columns))
+    draft_s, verify_s = seconds[:drafts], seconds[drafts:]
+    if known is None:
+        return draft_s, verify_s
+    if drafting is not None:
+        known[drafting.sparse_tokens] = draft_s
+    return known[view.sparse_tokens], verify_s
+
+
+class _DraftPrices:
+    """Seconds of steps of equal draft rows by the tokens that each reads, kept from step to step while they hold: they
+    do as long as the batch is as large, where no layer of a draft step reads the whole context."""
+
+    def __init__(self) -> None:
+        self._cost_model: CostModel | None = None
+        self._copies = 0
+        self._seconds = np.empty(0)
+
+    def of(self, cost_model: CostModel, copies: int, sparse_tokens: Ints) -> Floats | None:
+        """[more than any of ``sparse_tokens``]: to be read and filled in by tokens, NaN where not priced yet; None
+        where tokens are not counted (of requests that have no page list)."""
+        if sparse_tokens.min() < 0:
+            return None
+        most = int(sparse_tokens.max())
+        if cost_model is not self._cost_model or copies != self._copies or most >= len(self._seconds):
+            self._cost_model, self._copies = cost_model, copies
+            self._seconds = np.full(max(2 * most, len(self._seconds)) + 1, np.nan)
+        return self._seconds
 
 
 def _only(view: PolicyView, rows: Ints) -> PolicyView:
@@ -125,6 +167,7 @@ class _PricedRows:
     drafts, in proportion to their contexts, which are at most a fourth apart."""
 
     rows: Ints  # [priced]
+    order: Ints  # [n] all requests by drafts and contexts; in this order:
     below: Ints  # [n] place in ``rows`` of the one with the next shorter context
     above: Ints  # [n] and of the one with the next longer
     weight: Floats  # [n] of the latter
@@ -146,14 +189,13 @@ class _PricedRows:
         above = below + ~priced
         low = context[rows[below]]
         weight = (context - low) / np.maximum(context[rows[above]] - low, 1.0)
-        place = np.empty(count, dtype=np.int64)
-        place[order] = np.arange(count)
-        return cls(order[rows], below[place], above[place], weight[place])
+        return cls(order[rows], order, below, above, weight)
 
     def between(self, values: Floats) -> Floats:
         """[n] from ``values`` [priced]."""
-        low = values[self.below]
-        return np.asarray(low + self.weight * (values[self.above] - low))
+        low, out = values[self.below], np.empty(len(self.order))
+        out[self.order] = low + self.weight * (values[self.above] - low)
+        return out
 
 
 @dataclass(frozen=True)
