@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="1,000 requests only, one repeat")
     given = parser.parse_args(arguments)
     results = []
-    for count, repeats in ((1_000, 1),) if given.quick else ((1_000, 3), (10_000, 3)):
+    for count, repeats in ((1_000, 1),) if given.quick else ((1_000, 9), (10_000, 3)):
         cases = {policy: measure(OFFLINE.with_(num_prompts=count, policy=policy), repeats) for policy in POLICIES}
         for policy, case in cases.items():
             print(_line(f"{count:,} requests, {policy}", case))
