@@ -242,7 +242,7 @@ def mean_slopes(model: RampModel, features: Floats) -> dict[str, float]:
     return out
 
 
-def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float, unsteady: int = 0) -> list[str]:
+def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float, unsteady: int) -> list[str]:
     """In words, what this model cannot do; printed with it everywhere."""
     limits = []
     for regime in ("ar", "draft", "verify", "mixed", "prefill"):

@@ -66,6 +66,7 @@ def quick_profile_row(profiles: Mapping[str, Samples], budget_s: float = QUICK_B
     The worst of the profiles. The cells that the short profile held out count too: it was not fitted to them.
     """
     detail: dict[str, Any] = {}
+    count = 0
     for name, samples in profiles.items():
         short = samples.within(budget_s)
         file = calibrate(short, bootstrap=0)
@@ -74,6 +75,7 @@ def quick_profile_row(profiles: Mapping[str, Samples], budget_s: float = QUICK_B
         held = steady.heldout()
         if not held.any():
             raise InputError(f"{name}: the profile held no cell out; profile again with the current plan")
+        count += int(held.sum())
         steps = StepFeatures.from_matrix(matrix[held])
         predicted = LoadedCostModel(file, warn=lambda message: None).predict(steps)
         reports = by_regime(steps, predicted, seconds[held])
@@ -85,7 +87,6 @@ def quick_profile_row(profiles: Mapping[str, Samples], budget_s: float = QUICK_B
             "mape": {regime: report.mape for regime, report in reports.items()},
         }
     worst = max(row["mape"]["all"] for row in detail.values())
-    count = int(sum(samples.steady().heldout().sum() for samples in profiles.values()))
     return {
         "id": "calib.quick_profile_mape",
         "value": worst,

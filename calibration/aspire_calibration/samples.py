@@ -27,6 +27,7 @@ from aspire_calibration.cells import Cell
 SCHEMA = "aspire-samples"
 VERSION = 1
 REMAKE = "measure again with `aspire profile`"
+EARLIER_REST_S = 0.003  # before steps from idle in files that do not tell
 UNSTEADY = 0.10  # relative spread between repeats above which a cell's median says little of its step
 NOISE = 5.0  # or above so many times the spread of the median cell, on a machine that is noisy as a whole
 
@@ -172,8 +173,8 @@ class Sample:
     @classmethod
     def from_json(cls, data: Any, header: SamplesHeader) -> Sample:
         """Inverse of `to_json`; the features are those of the cell, whatever earlier releases wrote beside it."""
-        heldout, rest_s = bool(data.get("heldout", False)), float(data.get("rest_s", 0.0))
-        cell = Cell.from_json(data["cell"], heldout=heldout, rest_s=rest_s)
+        rest_s = float(data.get("rest_s", EARLIER_REST_S if data.get("idle", False) else 0.0))
+        cell = Cell.from_json(data["cell"], heldout=bool(data.get("heldout", False)), rest_s=rest_s)
         repeats = tuple(float(value) for value in data.get("repeats_s", ()))
         if not repeats and "skipped" not in data:
             raise ValueError("no repeats_s")

@@ -81,8 +81,6 @@ class Simulation:
         if isinstance(policy, OracleSpec):  # hindsight on a step whose outcome is not applied yet would be a guess
             config = replace(config, async_scheduling=False)
         self._async = config.async_scheduling
-        # without, every step begins with nothing in flight, those that the cost model was made from too
-        self._starts_late = self._async and bool(getattr(cost_model, "start_latency", ()))
         spec = policy.stand_in() if isinstance(policy, OracleSpec) else policy
         self.scheduler = Scheduler(config, spec, policy_prices or cost_model, on_release=self._released)
         longest = int(workload.output_tokens.max())
@@ -175,7 +173,8 @@ class Simulation:
                 continue
             start_s = env.now
             seconds = self._seconds(step.plan)
-            if ahead is None and self._starts_late:
+            # without planning ahead every step begins so, those that the cost model was made from too
+            if ahead is None and self._async:
                 seconds += float(start_latency_of(self._cost_model, start_s - end_s))
             ahead = self._plan() if self._async else None
             yield env.timeout(seconds)

@@ -10,7 +10,7 @@ import pytest
 
 from aspire.errors import InputError, MismatchError, UsageError
 from aspire_calibration import Sample, SamplesHeader, ar, draft, merge_samples, prefill, read_samples, verify
-from aspire_calibration.samples import SamplesWriter, relative_spread
+from aspire_calibration.samples import EARLIER_REST_S, SamplesWriter, relative_spread
 from tests.calibration.machine import BUCKETS, HEADER
 
 
@@ -51,9 +51,12 @@ def test_steps_from_idle_are_kept_apart(path):
     assert idle not in [each.cell for each in read.measured] and len(read.measured) == 3
     assert len(read.matrix()[1]) == len(read.heldout()) == 3
     assert [each.cell for each in merge_samples([read, read]).idle] == [idle]
-    old = [{k: v for k, v in json.loads(line).items() if k != "idle"} for line in path.read_text().splitlines()[:3]]
-    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    old = [{k: v for k, v in json.loads(line).items() if k != "rest_s"} for line in path.read_text().splitlines()[:4]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old[:3]))
     assert len(read_samples(path).measured) == 2, "a file from before has none of them"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*old[:3], {**old[3], "idle": True}]))
+    earlier = read_samples(path)
+    assert len(earlier.measured) == 2 and earlier.idle[0].cell.rest_s == EARLIER_REST_S, "one that tells no rest"
 
 
 def test_the_last_measurement_of_a_key_counts(path):
