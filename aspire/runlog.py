@@ -235,7 +235,7 @@ def log_step(
         request=owner,
         mode=plan.modes,
         query_tokens=plan.query_tokens,
-        context=plan.start - plan.drafted * plan.draft,
+        context=plan.start - plan.pending if plan.num_drafts else plan.start,
         drafted=plan.drafted,
         accepted=outcome.accepted,
         committed=outcome.committed,

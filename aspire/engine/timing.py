@@ -212,7 +212,7 @@ class StepTimer:
         """Page lists of drafting rows: pages spread over the context, as a selection would be."""
         engine, slots = self._engine, columns["slot"]
         pages, lists, device = engine.scheduler.pages, engine.runner.lists.lists, engine.runner.state
-        counts, tails = engine.scheduler.slots.lists_of(columns["computed"])
+        counts, tails, _ = engine.scheduler.slots.lists_of(columns["computed"])
         at = torch.from_numpy(slots).to(lists.device)
         for values, column in ((counts, device.sel_count), (tails, device.tail_page)):
             column[at] = torch.from_numpy(values).to(lists.device).int()
@@ -234,7 +234,7 @@ class StepTimer:
         slots.primed[at] = columns["primed"] > 0
         slots.generated[at] = 0
         slots.seeded[at] = True
-        slots.limit[at] = _FOREVER
+        slots.limit[at] = slots.most[at] = _FOREVER
         engine.sequences.known[at] = columns["known"]
         if not engine.begin_step():
             raise EngineError("a profiled step was not planned: the scheduler has nothing to run")

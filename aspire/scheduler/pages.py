@@ -68,32 +68,25 @@ class PageTable:
             return np.empty((0, 3), dtype=np.int64)
         owner, more = slots[short], more[short]
         total = int(np.add.reduce(more))
-        if total > self.num_free:
-            raise CapacityError(
-                f"{total} KV pages are needed and {self.num_free} are free; preempt or lower max-num-seqs"
-            )
-        logical = self.held[owner]
-        self.held[owner] += more
+        physical, logical = self._take(total), self.held[owner]
+        self.held[owner] = logical + more
         if len(owner) < total:  # somebody needs several
             within = np.arange(total) - np.repeat(np.cumsum(more) - more, more)
             owner, logical = np.repeat(owner, more), np.repeat(logical, more) + within
-        entries = np.empty((total, 3), dtype=np.int64)
-        entries[:, 0], entries[:, 1], entries[:, 2] = owner, logical, self._take(total)
-        self.table[owner, logical] = entries[:, 2]
-        return entries
+        self.table[owner, logical] = physical
+        return _entries(owner, logical, physical)
+
+    def fill(self, slot: int, pages: int) -> Ints:
+        """`grow` of the one ``slot``, which holds fewer."""
+        return self._append(slot, self._take(pages - int(self.held[slot])))
 
     def adopt(self, slot: int, pages: Sequence[int]) -> Ints:
         """``pages`` (from `PrefixCache.match`) become the first pages of the empty ``slot``; returns entries [n, 3]."""
-        count = len(pages)
-        entries = np.empty((count, 3), dtype=np.int64)
-        if count:
-            physical = np.array(pages, dtype=np.int32)
+        physical = np.array(pages, dtype=np.int32)
+        if len(physical):
             self.prefixes.revive(physical)
             self.owners[physical] += 1
-            self.table[slot, :count] = physical
-            self.held[slot] = count
-            entries[:, 0], entries[:, 1], entries[:, 2] = slot, np.arange(count), physical
-        return entries
+        return self._append(slot, physical)
 
     def publish(self, slot: int, names: Sequence[Name], pages: int) -> None:
         """The first ``pages`` pages of ``slot`` are full, committed and never written again: ``names`` find them."""
@@ -132,11 +125,23 @@ class PageTable:
         """Free all pages of ``slot``."""
         self._cut(slot, 0)
 
+    def _append(self, slot: int, physical: NDArray[np.int32]) -> Ints:
+        """``physical`` become the next pages of ``slot``; returns entries [n, 3]."""
+        first = int(self.held[slot])
+        last = first + len(physical)
+        self.table[slot, first:last] = physical
+        self.held[slot] = last
+        return _entries(slot, np.arange(first, last), physical)
+
     def _take(self, count: int) -> NDArray[np.int32]:
+        if count > self.num_free:
+            raise CapacityError(
+                f"{count} KV pages are needed and {self.num_free} are free; preempt or lower max-num-seqs"
+            )
         if count > self._num_free:
             self._push(self.prefixes.evict(count - self._num_free))
         self._num_free -= count
-        taken = self._free[self._num_free : self._num_free + count][::-1].copy()
+        taken = self._free[self._num_free : self._num_free + count][::-1]
         self.owners[taken] = 1
         return taken
 
@@ -163,3 +168,10 @@ class PageTable:
         count = len(physical)
         self._free[self._num_free : self._num_free + count] = physical[::-1]
         self._num_free += count
+
+
+def _entries(slot: Ints | int, logical: Ints, physical: NDArray[np.int32]) -> Ints:
+    """[n, 3] rows for the block tables of executors."""
+    entries = np.empty((len(logical), 3), dtype=np.int64)
+    entries[:, 0], entries[:, 1], entries[:, 2] = slot, logical, physical
+    return entries

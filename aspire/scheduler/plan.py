@@ -53,6 +53,7 @@ class StepPlan:
     new_pages: Ints  # [n, 3]: (slot, logical page, physical page) entries to add to the block tables
     requests: tuple[str, ...]  # request id of each row
     tenancy: Ints  # number of the stay in its slot: tells a request from another that moved in since
+    departures: int  # `Slots.departures` when the step was planned: while it is the same, nobody moved
     preempted: tuple[str, ...]  # requests sent back to the queue by this step
     features: StepFeatures
     selects: bool = True  # rows that verify (or end their prefill) get page lists
@@ -94,6 +95,16 @@ class StepPlan:
     def finds(self) -> NDArray[np.bool_]:
         """Mask [rows] of the rows that find tokens of the output: verifications and prompts that end."""
         return self.samples & ~self.draft if self.num_drafts else self.samples
+
+    @once
+    def pending(self) -> Ints:
+        """[rows] drafts that each row holds and adds one to."""
+        return self.drafted * self.draft
+
+    @once
+    def judged(self) -> Ints:
+        """[rows] drafts that each row verifies."""
+        return self.drafted - self.pending
 
     @once
     def num_drafts(self) -> int:

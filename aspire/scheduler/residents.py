@@ -122,7 +122,7 @@ class Residents:
             request.state = RequestState.RUNNING
             self._entered(slot)
             self._new_pages.append(self.pages.adopt(slot, found))
-            self._new_pages.append(self.pages.grow(np.array([slot]), np.array([pages])))
+            self._new_pages.append(self.pages.fill(slot, pages))
             self.slots.computed[slot] = len(found) * self.config.block_size
             if request.preemptions == 0:
                 request.cached_tokens = len(found) * self.config.block_size

@@ -29,7 +29,9 @@ Ints = NDArray[np.int64]
 _PREFILL, _DRAFT, _VERIFY = int(Mode.PREFILL), int(Mode.DRAFT), int(Mode.VERIFY)
 _ACT_DRAFT, _ACT_VERIFY, _ACT_WAIT = int(Action.DRAFT), int(Action.VERIFY), int(Action.WAIT)
 _EVERY = slice(None)
-_Rows = slice | NDArray[np.bool_]  # a mask, or everyone
+Mask = NDArray[np.bool_]
+_Rows = slice | Mask  # a mask, or everyone
+_MODES = np.array([_VERIFY, _DRAFT])  # of a row that does not draft, and of one that does
 _NOBODY: Ints = np.empty(0, dtype=np.int64)
 _NO_PAGES: Ints = np.empty((0, 3), dtype=np.int64)
 _NOTHING = StepFeatures.zeros()
@@ -100,7 +102,7 @@ class Scheduler(Residents):
         at, block = index_of(decoding), self.config.block_size
         state = slots.gather(at)
         # for the KV that a decoding row may write in this step
-        short = self.pages.short(at, (state.computed + state.slack + state.drafted + block) // block)
+        short = self.pages.short(at, (state.context + state.slack + (block - 1)) // block)
         growth = int(np.add.reduce(short))
         if self._in_flight and growth > self.pages.num_free:
             return None  # whom to preempt depends on who is left
@@ -142,24 +144,30 @@ class Scheduler(Residents):
             raise UsageError("update takes the plans of schedule in their order, each once")
         del self._in_flight[0]
         slots = self.slots
-        here = slots.tenancy[plan.at] == plan.tenancy
         # nobody left since the step was planned: views, not copies
-        rows = _EVERY if np.count_nonzero(here) == len(here) else here
-        finish, verified = outcome.finish[rows], _NOBODY
+        rows = _EVERY if slots.departures == plan.departures else self.alive(plan)
+        finish, drafts = outcome.finish[rows], None
         if plan.num_drafts < plan.num_rows:
-            finish, verified = self._settle(plan, outcome, rows)
+            finish, drafts = self._settle(plan, outcome, rows)
         else:
             self._observe(plan, outcome, rows)
         finished: list[Request] = []
+        goes_on: Mask | None = None
         if np.count_nonzero(finish):
-            rows_slots = plan.slots[rows]
+            goes_on, rows_slots = finish == _NONE, plan.slots[rows]
             for index in finish.nonzero()[0]:
                 request = self._leave(int(rows_slots[index]), trusted=finish[index] != _ERROR)
                 self._finish(request, FinishReason(int(finish[index])))
                 finished.append(request)
-        if len(verified):
-            self._roll_back(verified)
+        if drafts is not None:
+            self._roll_back(plan, rows, drafts if goes_on is None else drafts * goes_on)
         return finished
+
+    def alive(self, plan: StepPlan) -> Mask:
+        """[rows] whether the request of each row of ``plan`` is still in its slot; not to be written to."""
+        if self.slots.departures == plan.departures:
+            return self._every[: plan.num_rows]
+        return np.asarray(self.slots.tenancy[plan.at] == plan.tenancy)
 
     def discard_in_flight(self) -> None:
         """A step failed: the requests of all steps in flight go back to the queue and are computed again."""
@@ -196,20 +204,22 @@ class Scheduler(Residents):
         slots, config = self.slots, self.config
         if not len(decoding):
             return _NOBODY, _NOBODY, _NOBODY
-        kept, query = decoding, state.drafted + 1
+        kept = decoding
         if self.policy.drafts and (len(prefilling) or not self.policy.rests(len(decoding))):
             view = self._view(decoding, state, prefilling)
             actions = self.policy.plan(view)
             draft = (actions == _ACT_DRAFT) & view.can_draft
-            modes = np.where(draft, _DRAFT, _VERIFY)
-            query[draft] = 1
+            modes = _MODES.take(draft)
+            query = state.drafted * ~draft
+            query += 1
             running = actions != _ACT_WAIT
             # a batch in which all wait would never move
             if 0 < np.count_nonzero(running) < len(kept):
                 modes, kept, query, short = modes[running], kept[running], query[running], short[running]
         else:
-            modes = self._verifying[: len(kept)]
-        if np.add.reduce(query) > config.max_num_batched_tokens:
+            modes, query = self._verifying[: len(kept)], state.drafted + 1
+        longest = len(kept) * (MAX_DRAFT + 1)
+        if longest > config.max_num_batched_tokens and np.add.reduce(query) > config.max_num_batched_tokens:
             # the longest idle go first; the rest sit this step out
             turn = np.argsort(slots.last_step[kept], kind="stable")
             fits = np.sort(turn[np.cumsum(query[turn]) <= config.max_num_batched_tokens])
@@ -228,7 +238,6 @@ class Scheduler(Residents):
 
     def _view(self, decoding: Ints, state: SlotRows, prefilling: Ints) -> PolicyView:
         slots, drafted = self.slots, state.drafted
-        context = state.computed + drafted + 1
         # a verification of d drafts commits up to d + 1 tokens, and its d + 1 query tokens must fit in a step
         room = state.limit - state.known - state.slack - 1
         longest = min(self.policy.d_max, self.config.max_num_batched_tokens - 1)
@@ -238,13 +247,12 @@ class Scheduler(Residents):
             wanted = int((slots.known[prefilling] - slots.computed[prefilling]).sum())
             tokens = float(min(self.config.max_num_batched_tokens, wanted))
             other = StepFeatures.of(query_tokens=tokens, prefill_tokens=tokens, rows=float(len(prefilling)))
-        page, (sel_count, tail_page) = self.config.block_size, state.lists
         return PolicyView(
             slots=decoding,
             drafted=drafted,
             can_draft=can_draft,
-            context_tokens=context,
-            sparse_tokens=(sel_count - tail_page) * page + context,
+            context_tokens=state.context,
+            sparse_tokens=state.context + state.lists[2],
             full_layer_share=self.full_layer_share,
             select_layer_share=self.select_layer_share,
             other=other,
@@ -259,7 +267,10 @@ class Scheduler(Residents):
         slots, lists = self.slots, state.lists
         draft = modes == _DRAFT
         drafts = int(np.count_nonzero(draft))
-        start = state.computed + state.drafted * draft if drafts else state.computed
+        start, pending = state.computed, None
+        if drafts:
+            pending = state.drafted * draft
+            start = start + pending
         samples = self._every[: len(rows)]
         if prefills:
             samples = (modes != _PREFILL) | (start + query == state.known)
@@ -285,43 +296,47 @@ class Scheduler(Residents):
             new_pages=new_pages,
             requests=self._ids_of(rows),
             tenancy=state.tenancy,
+            departures=slots.departures,
             preempted=tuple(preempted),
-            features=self._features(lists, modes, draft, query, tokens, prefills, start, samples),
+            features=self._features(
+                modes, draft, query, tokens, prefills, start + query if prefills else state.context, lists[2], samples
+            ),
             selects=self._selects,
             lossy=self.config.lossy,
         )
         # what is known here already need not be worked out by the plan
         vars(plan).update(at=at, draft=draft, num_drafts=drafts, num_prefills=prefills, num_query_tokens=tokens)
+        if pending is not None:
+            vars(plan).update(pending=pending)
         self._step += 1
         return plan
 
     def _features(
         self,
-        lists: Ints,
         modes: Ints,
-        draft: NDArray[np.bool_],
+        draft: Mask,
         query: Ints,
         tokens: int,
         prefills: int,
-        start: Ints,
-        samples: NDArray[np.bool_],
+        context: Ints,
+        listed: Ints,  # with the context, what a drafting row reads
+        samples: Mask,
     ) -> StepFeatures:
         prompts = modes == _PREFILL if prefills else None
-        selecting: NDArray[np.bool_] | bool | None = None
+        selecting: Mask | bool | None = None
         if self._selects and self.select_layer_share > 0:
             selecting = True if prompts is None else samples & ~draft
         if self.config.lossy:  # such a row costs what a drafting row does, and gets its list while it reads
             selecting = None if prompts is None or selecting is None else selecting & prompts
             draft = np.ones_like(draft) if prompts is None else ~prompts
         return features_of_rows(
-            lists,
             draft,
             prompts,
             query,
-            start,
+            context,
+            context + listed,
             selecting,
             tokens=tokens,
-            page_tokens=self.config.block_size,
             padded_tokens=self.padded(tokens),
             full_layer_share=self.full_layer_share,
             select_layer_share=self.select_layer_share,
@@ -343,47 +358,45 @@ class Scheduler(Residents):
         if plan.num_drafts == plan.num_rows:
             slots.drafted[at] = plan.drafted + 1
             return
-        slots.drafted[at] = (plan.drafted + 1) * plan.draft if plan.num_drafts else 0
+        slots.drafted[at] = plan.pending + plan.draft if plan.num_drafts else 0
         if not plan.single:
-            slots.slack[at] += plan.drafted * plan.verify
-        slots.known[at] += plan.finds
-        found = at
+            slots.slack[at] += plan.judged
+        finds = plan.finds
+        slots.known[at] += finds
         if plan.num_prefills:
-            found = plan.slots[plan.finds]
-            slots.computed[at] += np.where(plan.prefill, plan.query_tokens, plan.finds)
-            slots.primed[found] = True
+            slots.computed[at] += np.where(plan.prefill, plan.query_tokens, finds)
+            slots.primed[at] |= finds
         else:
-            slots.computed[at] += plan.finds
-        if plan.num_drafts:
-            found = plan.slots[plan.finds]
-        slots.seeded[found] = plan.selects
+            slots.computed[at] += finds
+        if plan.selects:
+            slots.seeded[at] |= finds
+        else:
+            slots.seeded[at] &= ~finds
 
-    def _settle(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> tuple[Ints, Ints]:
+    def _settle(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> tuple[Ints, Mask | None]:
         """Apply a step in which somebody verifies or prefills. Returns the reason to finish of each of ``rows``, length
-        limits included, and the slots that go on and may hold pages for drafts that were rejected."""
+        limits included, and which of them verified drafts; None: nobody."""
         slots, config = self.slots, self.config
         at = plan.at if isinstance(rows, slice) else plan.slots[rows]
         committed, finish = outcome.committed[rows], outcome.finish[rows]
         slots.generated[at] += committed
-        verified: Ints | None = None
+        drafts: Mask | None = None
         if not plan.single:
-            verified = plan.drafted[rows] * plan.verify[rows]
-            if np.count_nonzero(verified):
-                self._settle_drafts(at, verified, (committed - 1) * (verified > 0))
+            judged = plan.judged[rows]
+            drafts = judged > 0
+            if np.count_nonzero(drafts):
+                self._settle_drafts(at, judged, (committed - 1) * drafts)
+            else:
+                drafts = None
         self._observe(plan, outcome, rows)
-        known = plan.start[rows] + committed + 1
-        if plan.num_prefills:
-            prefill = plan.prefill[rows]
-            known += prefill * (plan.query_tokens[rows] - 1)
-            prefilled = prefill & (finish != _ERROR)
-            if config.enable_prefix_caching and np.count_nonzero(prefilled):
+        if plan.num_prefills and config.enable_prefix_caching:
+            prefilled = plan.prefill[rows] & (finish != _ERROR)
+            if np.count_nonzero(prefilled):
                 self._publish(plan.slots[rows][prefilled], (plan.start + plan.query_tokens)[rows][prefilled])
-        full = known >= slots.limit[at]
+        full = slots.generated[at] >= slots.most[at]
         if np.count_nonzero(full):
-            finish = np.where(full & (finish == _NONE) & ~plan.draft[rows], _LENGTH, finish)
-        if verified is None:
-            return finish, _NOBODY
-        return finish, plan.slots[rows][(verified > 0) & (finish == _NONE)]
+            finish = np.where(full & (finish == _NONE), _LENGTH, finish)
+        return finish, drafts
 
     def _settle_drafts(self, at: Ints | slice, drafts: Ints, more: Ints) -> None:
         """Verifications of ``drafts`` in the slots ``at`` committed ``more`` tokens than one: put right the state and
@@ -392,14 +405,15 @@ class Scheduler(Residents):
         slots.slack[at] -= drafts
         slots.known[at] += more
         slots.computed[at] += more
-        if not self._in_flight:
-            return
-        came, settled = np.zeros((2, len(slots.active)), dtype=np.int64)
-        came[at], settled[at] = more, drafts
         for plan in self._in_flight:
-            plan.start[:] += came[plan.at]
-            plan.slack[:] -= settled[plan.at]
-            plan.sel_count[:], plan.tail_page[:] = slots.lists_of(slots.computed[plan.at])
+            came, settled = more, drafts
+            if not (isinstance(at, slice) and isinstance(plan.at, slice) and plan.num_rows == len(more)):
+                came, settled = np.zeros((2, len(slots.active)), dtype=np.int64)
+                came[at], settled[at] = more, drafts
+                came, settled = came[plan.at], settled[plan.at]
+            plan.start += came
+            plan.slack -= settled
+            plan.sel_count[:], plan.tail_page[:], _ = slots.lists_of(slots.computed[plan.at])
 
     def _observe(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> None:
         if type(self.policy).observe is Policy.observe:
@@ -419,8 +433,11 @@ class Scheduler(Residents):
             )
         )
 
-    def _roll_back(self, verified: Ints) -> None:
-        keep = -(-self.slots.known[verified] // self.config.block_size)
-        beyond = self.pages.held[verified] > keep
+    def _roll_back(self, plan: StepPlan, rows: _Rows, verified: Mask) -> None:
+        """Free the pages for rejected drafts of those of ``rows`` that ``verified`` some and go on."""
+        at, block = plan.at if isinstance(rows, slice) else plan.slots[rows], self.config.block_size
+        known = self.slots.known[at]
+        beyond = ((self.pages.held[at] - 1) * block >= known) & verified
         if np.count_nonzero(beyond):
-            self.pages.shrink(verified[beyond], keep[beyond])
+            at = beyond.nonzero()[0]
+            self.pages.shrink(plan.slots[rows][at], -(-known[at] // block))

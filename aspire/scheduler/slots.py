@@ -31,7 +31,8 @@ class SlotRows(NamedTuple):
     known: Ints
     limit: Ints
     tenancy: Ints
-    lists: Ints  # [2, n], see `Slots.lists_of`
+    lists: Ints  # [3, n], see `Slots.lists_of`
+    context: Ints  # KV tokens after the next decoding step: committed and drafted ones, and one more
 
 
 class Slots:
@@ -48,19 +49,21 @@ class Slots:
         self.requests: list[Request | None] = [None] * max_slots
         self.request_ids = np.full(max_slots, "", dtype=object)
         # one array, so that a step gathers its rows in one go; the names are views
-        self._state = np.zeros((len(SlotRows._fields) - 1, max_slots), dtype=np.int64)
+        self._state = np.zeros((6, max_slots), dtype=np.int64)
         self.set_lists(None, page_tokens=1)
-        views = self._views(self._state)
-        self.tenancy = views.tenancy  # counts stays; negative while the slot is empty
+        self.computed: Ints
+        self.drafted: Ints
+        self.slack: Ints  # drafts in the verifications in flight
+        self.known: Ints
+        self.limit: Ints  # known tokens at which the request ends
+        self.tenancy: Ints  # counts stays; negative while the slot is empty
+        self.computed, self.drafted, self.slack, self.known, self.limit, self.tenancy = self._state
         self._stays = 0
+        self.departures = 0  # stays that ended
         self.active = np.zeros(max_slots, dtype=bool)
-        self.known = views.known
-        self.computed = views.computed
-        self.drafted = views.drafted
-        self.slack = views.slack  # drafts in the verifications in flight
         self.primed = np.zeros(max_slots, dtype=bool)  # False while the slot is empty
         self.generated = np.zeros(max_slots, dtype=np.int64)
-        self.limit = views.limit  # known tokens at which the request ends
+        self.most = np.zeros(max_slots, dtype=np.int64)  # generated tokens at which the request ends
         self.seeded = np.zeros(max_slots, dtype=bool)  # a page list exists for the committed KV
         self.order = np.zeros(max_slots, dtype=np.int64)  # submission order of the request
         self.priority = np.zeros(max_slots, dtype=np.int64)
@@ -75,22 +78,25 @@ class Slots:
     def gather(self, rows: Ints | slice) -> SlotRows:
         """The state of the slots ``rows`` [n], copied."""
         whole = self._state[:, rows].copy() if isinstance(rows, slice) else self._state.take(rows, axis=1)
-        return self._views(whole)
-
-    def _views(self, state: Ints) -> SlotRows:
-        computed, drafted, slack, known, limit, tenancy = state
-        return SlotRows(computed, drafted, slack, known, limit, tenancy, self.lists_of(computed))
+        computed, drafted, slack, known, limit, tenancy = whole
+        context = computed + drafted
+        context += 1
+        return SlotRows(computed, drafted, slack, known, limit, tenancy, self.lists_of(computed), context)
 
     def set_lists(self, lists: Ints | None, page_tokens: int) -> None:
         """``lists`` [2, pages]: how many pages the page list of a request names, and where the tail that it reads
         besides begins, by the pages of committed KV that are full. None: there are no lists."""
-        self._lists, self._page_tokens = lists, page_tokens
+        self._page_tokens = page_tokens
+        self._lists: Ints | None = None
+        if lists is not None:
+            self._lists = np.concatenate([lists, page_tokens * (lists[:1] - lists[1:])])
 
     def lists_of(self, computed: Ints) -> Ints:
-        """[2, n]: ``sel_count`` and ``tail_page`` of requests with ``computed`` [n] tokens of committed KV. Their lists
-        were made when the last of these were committed."""
+        """[3, n]: ``sel_count`` and ``tail_page`` of requests with ``computed`` [n] tokens of committed KV, and the
+        tokens of the former less those before the latter: with the context, what a draft step reads. Their lists were
+        made when the last of these were committed."""
         if self._lists is None:
-            return np.zeros((2, len(computed)), dtype=np.int64)
+            return np.zeros((3, len(computed)), dtype=np.int64)
         return self._lists.take(computed // self._page_tokens, axis=1)
 
     def occupy(self, request: Request, limit: int) -> int:
@@ -108,6 +114,7 @@ class Slots:
         self.primed[slot] = False
         self.generated[slot] = request.generated
         self.limit[slot] = limit
+        self.most[slot] = limit - request.prompt_tokens
         self.seeded[slot] = False
         self.order[slot] = request.order
         self.priority[slot] = request.priority
@@ -122,6 +129,7 @@ class Slots:
         request.generated = int(self.generated[slot])
         self.requests[slot] = None
         self.tenancy[slot] = -1
+        self.departures += 1
         self.active[slot] = self.primed[slot] = False
         heapq.heappush(self._free, slot)
         return request

@@ -35,14 +35,13 @@ def test_features_of_rows_are_those_of_the_cell(rows: list[RowGroup]) -> None:
     tail = context // PAGE
     pages = np.where(drafting, [row.sparse_tokens // PAGE for row in rows], 0)
     told = features_of_rows(
-        np.stack([pages, tail]),
         drafting,
         prompts if prompts.any() else None,
         query,
-        context - query,
+        context,
+        (pages - tail) * PAGE + context,
         None,
         tokens=int(query.sum()),
-        page_tokens=PAGE,
         padded_tokens=int(query.sum()),
         full_layer_share=0.0,
         select_layer_share=1.0,

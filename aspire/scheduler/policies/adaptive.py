@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from aspire.errors import UsageError
 from aspire.scheduler.features import FEATURES, CostModel, StepFeatures, cells_per_price_of, fixed_prices_of
-from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
+from aspire.scheduler.policies.base import Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.slots import index_of
 
-_DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
 _SLOW_TO_PRICE = 16_000  # cells times requests; a batch of fewer is priced whole
 _STEPS_PER_OCTAVE = 3.0  # of contexts between which prices are straight lines
 
@@ -48,9 +47,9 @@ def gains_by_drafting(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> NDArr
     rejected, more = 1.0 - alpha, drafted + 1
     after = alpha**more
     # next to 1 the difference of two numbers near 1 has no digits left
-    tokens, sure = (1.0 - after) / np.maximum(rejected, 1e-9), rejected <= 1e-9
-    if np.count_nonzero(sure):
-        tokens = np.where(sure, more, tokens)
+    tokens = (1.0 - after) / np.maximum(rejected, 1e-9)
+    if len(rejected) and rejected[rejected.argmin()] <= 1e-9:
+        tokens = np.where(rejected <= 1e-9, more, tokens)
     return np.asarray(after * (1.0 + cost_ratio * drafted) > cost_ratio * tokens)
 
 
@@ -81,7 +80,7 @@ class Aspire(Policy):
         first = self._first_round[at]
         if np.count_nonzero(first):
             draft = np.where(first, drafted < min(self.params.gamma_init, self.d_max), draft)
-        return np.where(draft, _DRAFT, _VERIFY)
+        return draft_where(draft)
 
     def observe(self, feedback: Feedback) -> None:
         verified = feedback.verified
@@ -224,7 +223,7 @@ class Fsm(Policy):
         self._g[slots] = min(self.params.g_init, self.d_max)
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
-        return np.where(view.drafted >= self._g[view.slots], _VERIFY, _DRAFT)
+        return draft_where(view.drafted < self._g[view.slots])
 
     def observe(self, feedback: Feedback) -> None:
         learn = feedback.verified & (feedback.drafted > 0)

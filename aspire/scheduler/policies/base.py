@@ -26,6 +26,14 @@ class Action(IntEnum):
     WAIT = 2  # sit this step out (policies that keep the batch in step)
 
 
+_ACTIONS = np.array([Action.VERIFY, Action.DRAFT], dtype=np.int8)
+
+
+def draft_where(draft: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """[n] `Action`: DRAFT where ``draft``, else VERIFY."""
+    return _ACTIONS.take(draft)
+
+
 @dataclass(eq=False)
 class PolicyView:
     """The decoding requests of this step, arrays [n], in slot order."""

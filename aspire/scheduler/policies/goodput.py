@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from aspire.errors import UsageError
 from aspire.scheduler.features import CostModel
-from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView
+from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.policies.pace import Pace
 from aspire.scheduler.policies.prices import EMPTY, Prices, price_batch
 from aspire.scheduler.policies.rounds import plan_round
@@ -176,7 +176,7 @@ class Goodput(Policy):
             if prices is not None and prices.promise * self._pace.kept > 1.0 + self.params.hysteresis:
                 self._pace.limit(_DOUBT)
         self._rests_for = count
-        return np.where(draft & (view.drafted < self.d_max), _DRAFT, _VERIFY)
+        return draft_where(draft & (view.drafted < self.d_max))
 
     def observe(self, feedback: Feedback) -> None:
         self.learn()

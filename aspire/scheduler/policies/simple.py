@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError
-from aspire.scheduler.policies.base import Action, Ints, Policy, PolicyView
+from aspire.scheduler.policies.base import Action, Ints, Policy, PolicyView, draft_where
 
 _DRAFT, _VERIFY, _WAIT = np.int8(Action.DRAFT), np.int8(Action.VERIFY), np.int8(Action.WAIT)
 
@@ -86,4 +86,4 @@ class Staggered(Policy):
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         verify = view.drafted >= self._target[view.slots]
         self._target[view.slots[verify]] = self._stride
-        return np.where(verify, _VERIFY, _DRAFT)
+        return draft_where(~verify)
