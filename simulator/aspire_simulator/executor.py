@@ -107,7 +107,7 @@ class Simulation:
             )
         ]
         self._owner = np.full(config.max_num_seqs, -1, dtype=np.int64)  # request number in each slot
-        self._left = np.zeros(config.max_num_seqs, dtype=bool)  # slots that requests left in this step
+        self._nobody = np.zeros(config.max_num_seqs, dtype=bool)
         self._done = 0
         self._all_submitted = False
         self._queued_s = workload.arrival_s.astype(np.float64)
@@ -194,7 +194,7 @@ class Simulation:
         if plan is None:
             return None
         owner = self._owner.take(plan.slots)
-        if np.count_nonzero(owner < 0):
+        if owner[owner.argmin()] < 0:
             for slot in plan.slots[owner < 0].tolist():
                 self._attach(slot)
             owner = self._owner.take(plan.slots)
@@ -202,11 +202,10 @@ class Simulation:
 
     def _finish_step(self, step: _Planned, start_s: float, seconds: float) -> None:
         plan, scheduler = step.plan, self.scheduler
-        alive = scheduler.slots.tenancy[plan.at] == plan.tenancy
+        alive = scheduler.alive(plan)
         outcome = self._outcomes.of(plan, alive, scheduler.slots.generated, seconds)
-        self._left[:] = False
         finished = scheduler.update(plan, outcome)
-        left = self._left[plan.at] & alive if finished else self._left[: len(alive)]
+        left = alive & ~scheduler.alive(plan) if finished else self._nobody[: len(alive)]
         log_step(self.log, plan, outcome, step.owner, start_s, left, step.planned_s)
         if finished:
             self._done += len(finished)
@@ -225,7 +224,6 @@ class Simulation:
 
     def _released(self, slot: int, request: Request) -> None:
         self._owner[slot] = -1
-        self._left[slot] = True
 
     def _table(self) -> RequestTable:
         table = table_from_log(self.log, len(self._requests))

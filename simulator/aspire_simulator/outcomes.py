@@ -24,23 +24,22 @@ class SlotOutcomes:
         self._width = max_output_tokens + 1
         shape = (max_slots, self._width)
         self._difficulty = np.zeros(shape, dtype=np.float32)
-        self._margins = np.zeros((3, *shape), dtype=np.float32)  # accepted, rejected, behind a rejected one
-        self._margins_of = self._difficulty.size * np.array([2, 1, 0])  # where those of each fate begin
+        self._margins = np.zeros((*shape, 3), dtype=np.float32)  # behind a rejected one, rejected, accepted
+        self._first_cell = self._width * np.arange(max_slots)  # of each slot in the tables laid out flat
+        self._unknown = np.full(max_slots, np.nan)  # margins of rows that do not draft; nobody writes to them
         self._right = np.zeros(max_slots, dtype=np.int64)  # leading drafts of the slot that are right
-        self._intact = np.ones(max_slots, dtype=bool)  # none of them was wrong
 
     def attach(self, slot: int, request: int, output_tokens: int) -> None:
         """Request number ``request`` moves into ``slot`` (again, after a preemption, with the same outcomes)."""
         drawn = self._model.draw(self._seed, request, output_tokens)
         self._difficulty[slot, :output_tokens] = drawn.difficulty
-        margins = self._margins[:, slot]
-        margins[0, :output_tokens] = drawn.accepted_margin
-        margins[1, :output_tokens] = drawn.rejected_margin
-        margins[2, :output_tokens] = drawn.wrong_margin
+        margins = self._margins[slot, :output_tokens]
+        margins[:, 0], margins[:, 1], margins[:, 2] = drawn.wrong_margin, drawn.rejected_margin, drawn.accepted_margin
+        self._right[slot] = 0
 
     def next_is_right(self, slots: Ints, generated: Ints, drafted: Ints) -> NDArray[np.bool_]:
         """[n]: whether one more draft of each slot would be accepted. Hindsight: only the oracle may ask."""
-        intact = self._intact[slots] | (drafted == 0)
+        intact = self._right[slots] == drafted
         gain = self._gain[np.minimum(drafted, len(self._gain) - 1)]
         return np.asarray(intact & (self._difficulty[slots, generated + drafted] < gain))
 
@@ -49,27 +48,29 @@ class SlotOutcomes:
 
         ``alive`` [rows]: the request is still there; nothing comes of rows whose request ended while they were planned.
         """
-        slots, drafted, drafting = plan.slots, plan.drafted, plan.draft
-        margin = np.full(len(slots), np.nan)
-        if plan.num_drafts == plan.num_rows:
-            accepted = committed = np.zeros(len(slots), dtype=np.int64)
+        at, drafted, count = plan.at, plan.drafted, plan.num_rows
+        right, margin = self._right[at], self._unknown[:count]
+        if plan.num_drafts == count:
+            accepted = committed = np.zeros(count, dtype=np.int64)
         else:
-            # whoever holds drafts and does not draft verifies them
-            settles = alive & ~drafting
-            accepted = self._right[plan.at] * (settles & (drafted > 0))
-            committed = (settles & plan.samples) + accepted
+            settles = alive & ~plan.draft
+            accepted = right * settles  # none are right where none are held
+            committed = accepted + (settles & plan.samples)
         if plan.num_drafts:
-            rows = (alive & drafting).nonzero()[0]
-            at, held = slots[rows], drafted[rows]
-            cell = at * self._width + generated[at] + held
-            fresh = held == 0
-            intact = self._intact[at] | fresh
-            gain = self._gain if len(self._gain) == 1 else self._gain[np.minimum(held, len(self._gain) - 1)]
-            still = intact & (self._difficulty.take(cell) < gain)
+            drafting = alive & plan.draft
+            cell = self._first_cell[at] + generated[at]
+            cell += drafted
+            gain = self._gain if len(self._gain) == 1 else self._gain[np.minimum(drafted, len(self._gain) - 1)]
+            intact = right == drafted
+            # of rows that do not draft the place is of no account, and may lie beyond the table
+            still = intact & (self._difficulty.take(cell, mode="clip") < gain)
             # 2: right, 1: the first wrong one, 0: behind a wrong one
-            fate = intact.view(np.int8) + still.view(np.int8)
-            margin[rows] = self._margins.take(cell + self._margins_of.take(fate))
-            self._right[at] = self._right[at] * ~fresh + still
-            self._intact[at] = still
-        finish = np.zeros(len(slots), dtype=np.int64)
+            fate = 3 * cell
+            fate += intact
+            fate += still
+            margin = np.where(drafting, self._margins.take(fate, mode="clip"), margin)
+            self._right[at] = (right + still) * drafting
+        else:
+            self._right[at] = 0
+        finish = np.zeros(count, dtype=np.int64)
         return StepOutcome(accepted=accepted, committed=committed, finish=finish, margin=margin, seconds=seconds)
