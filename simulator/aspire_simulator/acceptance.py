@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 from aspire.errors import InputError, UsageError, check_choice, check_keys
@@ -102,8 +103,19 @@ class RandomAcceptance(AcceptanceModel):
         """[draws of test]: log probability of each outcome; requests' own effects may be learned from ``train``."""
 
 
+class _Key(ISeedSequence):
+    """The key of a Philox, as its seed sequence: one that is given a ``key`` asks the system for entropy, for nothing,
+    and takes several times as long to make."""
+
+    def __init__(self, *key: int) -> None:
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+        return np.array(self._key, dtype=dtype)
+
+
 def _generator(seed: int, request: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=[(seed << 16) ^ _STREAM, request]))
+    return np.random.Generator(np.random.Philox(_Key((seed << 16) ^ _STREAM, request)))  # type: ignore[arg-type]
 
 
 def _check_rate(what: str, *rates: float) -> None:
