@@ -152,20 +152,22 @@ class RampSums:
         self.linear = np.zeros((count, len(names)))
         for name, values in linear.items():
             self.linear[:, position[name]] = values
-        self.pick = np.array([position[term.variable] for term in bent], dtype=np.intp)
+        picked = [position[term.variable] for term in bent]
+        self.pick = slice(picked[0], picked[0] + 1) if len(picked) == 1 else np.array(picked, dtype=np.intp)
         self.start = np.array([[term.start] for term in bent])
-        self.width = np.array([[term.stop - term.start] for term in bent])
+        width = np.array([[term.stop - term.start] for term in bent])
+        self.width = width if np.isfinite(width).any() else None  # none of the ramps ends
         self.bent = np.stack(list(bent.values()), axis=1) if bent else np.zeros((count, 0))
 
     def __call__(self, values: Floats) -> Floats:
         """[steps] from the ``values`` of their ``rows``."""
         out = self.linear @ values
         out += self.constant
-        if len(self.pick):
-            ramps = values[self.pick]
-            ramps -= self.start
+        if len(self.start):
+            ramps = values[self.pick] - self.start
             np.maximum(ramps, 0.0, out=ramps)
-            np.minimum(ramps, self.width, out=ramps)
+            if self.width is not None:
+                np.minimum(ramps, self.width, out=ramps)
             out += self.bent @ ramps
         for curve in self.curves:
             curve.add_to(out, values)

@@ -112,18 +112,26 @@ class VariableRows:
     def __call__(self, features: Floats) -> Floats:
         sums = self._sums @ features
         out = sums[: self._count]
-        derived = _Derived(features, *sums[self._count :])
+        derived = _Derived(features, sums[self._count :])
         for row, work in self._derived:
             out[row] = work(derived)
         return np.asarray(out)
 
 
 class _Derived:
-    """What is no sum of the features ``f`` [len(FEATURES), steps], of them and the sums ``full_rows`` and
-    ``drafted_tokens`` [steps]; parts that several variables share are made once."""
+    """What is no sum of the features ``f`` [len(FEATURES), steps], of them and two ``sums`` [2, steps], ``full_rows``
+    and ``drafted_tokens``; parts that several variables share are made once."""
 
-    def __init__(self, f: Floats, full_rows: Floats, drafted_tokens: Floats) -> None:
-        self.f, self.full_rows, self.drafted_tokens = f, full_rows, drafted_tokens
+    def __init__(self, f: Floats, sums: Floats) -> None:
+        self.f, self._sums = f, sums
+
+    @once
+    def full_rows(self) -> Floats:
+        return np.asarray(self._sums[0])
+
+    @property
+    def drafted_tokens(self) -> Floats:
+        return np.asarray(self._sums[1])
 
     @once
     def verify_kv_tokens(self) -> Floats:
