@@ -250,13 +250,18 @@ def table_from_log(log: StepLog, count: int) -> RequestTable:
     that is preempted later keeps its first token's time."""
     table = RequestTable.empty(count)
     request, committed = log.column("request"), log.column("committed")
-    step = log.step_of_row()
-    start_s, end_s = log.start_s[step], (log.start_s + log.duration_s)[step]
-    table.output_tokens[:] = np.bincount(request, weights=committed, minlength=count)
-    # written backwards, the earliest row of a request stays
-    table.first_scheduled_s[request[::-1]] = start_s[::-1]
-    gave = np.flatnonzero(committed > 0)[::-1]
-    table.first_token_s[request[gave]] = end_s[gave]
+    step, end_s = log.step_of_row(), log.start_s + log.duration_s
+    table.first_scheduled_s[:] = _at_first(log.start_s, step, request, count)
+    gave = np.flatnonzero(committed > 0)
+    table.first_token_s[:] = _at_first(end_s, step[gave], request[gave], count)
+    table.output_tokens[:] = np.bincount(request[gave], weights=committed[gave], minlength=count)
     ended = np.flatnonzero(log.column("finished"))
-    table.finish_s[request[ended]] = end_s[ended]
+    table.finish_s[request[ended]] = end_s[step[ended]]
     return table
+
+
+def _at_first(times: Floats, step: NDArray[np.int64], request: Ints, count: int) -> Floats:
+    """[count] the ``times`` [steps] of the first of the rows of each request, in ``step`` [rows]; NaN without rows."""
+    first = np.full(count, len(times))
+    first[request[::-1]] = step[::-1]  # written backwards, the earliest stays
+    return np.asarray(np.append(times, np.nan)[first])
