@@ -413,7 +413,8 @@ class Scheduler(Residents):
                 came, settled = came[plan.at], settled[plan.at]
             plan.start += came
             plan.slack -= settled
-            plan.sel_count[:], plan.tail_page[:], _ = slots.lists_of(slots.computed[plan.at])
+            lists = slots.lists_of(slots.computed[plan.at])
+            plan.sel_count[:], plan.tail_page[:] = lists[0], lists[1]
 
     def _observe(self, plan: StepPlan, outcome: StepOutcome, rows: _Rows) -> None:
         if type(self.policy).observe is Policy.observe:
