@@ -45,6 +45,7 @@ class Ahead(FakeExecutor):
         """The outcome, with nothing for rows whose request has left."""
         outcome = self.outcome(plan)
         gone = self.scheduler.slots.tenancy[plan.slots] != plan.tenancy
+        assert (self.scheduler.alive(plan) == ~gone).all()
         for column in (outcome.accepted, outcome.committed, outcome.finish):
             column[gone] = 0
         return outcome
