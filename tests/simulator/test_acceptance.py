@@ -23,6 +23,7 @@ from aspire_simulator.acceptance import (
     parse_acceptance,
 )
 from aspire_simulator.fitting import fit_acceptance
+from aspire_simulator.margins import LEVELS, MarginModel
 from aspire_simulator.rounds import RecordedTraces, Rounds
 from tests.simulator.helpers import real_data
 
@@ -82,6 +83,23 @@ def test_longbench_like_has_the_published_spread() -> None:
     run = rate / (1 - rate)
     assert run.min() == pytest.approx(2.6, abs=0.1) and run.max() == pytest.approx(20, abs=0.1)
     assert run.mean() == pytest.approx(11.5, abs=0.15)
+
+
+def test_margins_are_quantiles_of_uniform_levels() -> None:
+    model, level = MarginModel(), np.random.default_rng(5).random(2000)
+    accepted, rejected, wrong = model.draw(np.random.default_rng(5), 1000)
+    for drawn, at, table in (
+        (accepted, level[:1000], model.accepted),
+        (rejected, level[:1000], model.rejected),
+        (wrong, level[1000:], model.wrong),
+    ):
+        assert (drawn == np.interp(at, LEVELS, table).astype(np.float32)).all()
+
+
+def test_draws_are_those_of_the_philox_of_their_key() -> None:
+    drawn = Iid(0.5).draw(3, 17, 100).difficulty
+    random = np.random.Generator(np.random.Philox(key=[(3 << 16) ^ 0xA5B1, 17])).random(100)
+    assert (drawn == (random - 0.5).astype(np.float32)).all()
 
 
 def test_margins_foretell_acceptance() -> None:
