@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from aspire_kernels.carveout import prefer_shared_memory
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -51,6 +53,9 @@ PDL = (
 )
 """Programmatic dependent launch (Hopper and later; ``ASPIRE_PDL=0`` switches it off): a kernel's programs are placed
 while the kernel before it still runs, and wait there for its end. It hides the launch, about a microsecond each."""
+
+if PDL:
+    triton.knobs.runtime.kernel_load_end_hook.add(prefer_shared_memory)
 
 LAUNCH: dict[str, Any] = {"PDL": True, "launch_pdl": True} if PDL else {"PDL": False}
 """Launch options that every kernel gets."""
