@@ -27,7 +27,7 @@ class SlotOutcomes:
         self._margins = np.zeros((*shape, 3), dtype=np.float32)  # behind a rejected one, rejected, accepted
         self._first_cell = self._width * np.arange(max_slots)  # of each slot in the tables laid out flat
         self._unknown = np.full(max_slots, np.nan)  # margins of rows that do not draft; nobody writes to them
-        self._right = np.zeros(max_slots, dtype=np.int64)  # leading drafts of the slot that are right
+        self._right = np.zeros(max_slots, dtype=np.int64)  # leading drafts that the slot holds and that are right
 
     def attach(self, slot: int, request: int, output_tokens: int) -> None:
         """Request number ``request`` moves into ``slot`` (again, after a preemption, with the same outcomes)."""
@@ -53,9 +53,9 @@ class SlotOutcomes:
         if plan.num_drafts == count:
             accepted = committed = np.zeros(count, dtype=np.int64)
         else:
-            settles = alive & ~plan.draft
+            settles = alive & plan.finds
             accepted = right * settles  # none are right where none are held
-            committed = accepted + (settles & plan.samples)
+            committed = accepted + settles
         if plan.num_drafts:
             drafting = alive & plan.draft
             cell = self._first_cell[at] + generated[at]
