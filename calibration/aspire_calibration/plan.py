@@ -134,7 +134,7 @@ def refinement_level(index: int, length: int) -> int:
 
 
 def profile_plan(limits: PlanLimits, *, seed: int = 0, levels: int = 4, with_prefill: bool = True) -> list[Cell]:
-    """Cells to time, in order; about 1,100 for a large GPU. Every cell fits `limits`; keys are unique.
+    """Cells to time, in order; about 1,200 for a large GPU. Every cell fits `limits`; keys are unique.
 
     ``levels`` bounds the refinement (1 = corners and middles only). About one cell in six is held out.
     """
@@ -298,8 +298,8 @@ def _regimes(
         table["mixed"] = ((rows[1:], contexts, fractions, some), mixed_cell)
         if limits.select_verify and limits.d_max >= 3:
             table["mixed-plain"] = (
-                (rows[1::3], contexts[::2], (1 / 2, 7 / 8)),
-                lambda count, context, share: mixed_cell(count, context, share, 3, select=False),
+                (rows[1::2][-3:], contexts[::2], (1 / 2, 7 / 8), some[1:3]),
+                lambda count, context, share, tokens: mixed_cell(count, context, share, tokens, select=False),
             )
     if limits.max_num_seqs >= 4 and limits.d_max >= 4:
         table["mixed-uneven"] = ((rows[2:], contexts, (1 / 2, 3 / 4, 7 / 8)), mixed_uneven_cell)

@@ -56,7 +56,7 @@ def test_any_prefix_covers_all_regimes_and_both_ends_of_the_axes(length):
 
 def test_a_large_gpu_gets_some_hundred_cells_with_mixed_fractions_and_off_grid_points():
     plan = profile_plan(LIMITS)
-    assert 300 <= len(plan) <= 1200
+    assert 300 <= len(plan) <= 1250
     steps = [cell.features() for cell in plan if cell.regime == "mixed"]
     assert {0.1, 0.5, 0.9} <= {round(float(step.draft_rows / step.rows), 1) for step in steps}
     assert any(len({group.context_tokens for group in cell.groups}) >= 3 for cell in plan if cell.heldout)
