@@ -2,13 +2,14 @@
 
 Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which
 a grid that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan
-is a usable coarse plan. Points off the grid, drawn in octaves with a seed, are interleaved: one in five is held out,
-the others are fitted, since a grid shows neither rows between powers of two nor rows of unlike contexts.
+is a usable coarse plan. Points off the grid, drawn in octaves with a seed, are interleaved: one in five of each regime is held
+out, the others are fitted, since a grid shows neither rows between powers of two nor rows of unlike contexts.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,8 +44,8 @@ __all__ = [
     "verify",
 ]
 
-OFF_GRID_EVERY = 4  # after so many grid cells come OFF_GRID cells, the first of which is held out
-OFF_GRID = 5
+OFF_GRID_EVERY = 4  # after so many grid cells come OFF_GRID cells
+OFF_GRID = 5  # of so many of a regime the first is held out
 IDLE_ROWS = (1, 4, 16)
 IDLE_TOKENS = (64, 256, 512, 2048)  # of all prompts of a step that starts from idle
 IDLE_RESTS_S = (0.003, 0.1, 0.02)  # before it, in turn
@@ -384,9 +385,11 @@ def _interleave(limits: PlanLimits, grid: list[Cell], off_grid: list[Cell]) -> l
     known = {cell.key for cell in grid}
     spare = iter([cell for cell in _unique(limits, off_grid) if cell.key not in known])
     plan: list[Cell] = []
+    seen: Counter[str] = Counter()
     for index, cell in enumerate(grid, start=1):
         plan.append(cell)
         if index % OFF_GRID_EVERY == 0:
-            extra = list(itertools.islice(spare, OFF_GRID))
-            plan += [replace(each, heldout=place == 0) for place, each in enumerate(extra)]
+            for each in itertools.islice(spare, OFF_GRID):
+                plan.append(replace(each, heldout=seen[each.regime] % OFF_GRID == 0))
+                seen[each.regime] += 1
     return plan
