@@ -228,7 +228,7 @@ class LLMEngine:
             asked = time.perf_counter()
             result = step.wait()
             self._waited_s = time.perf_counter() - asked
-            alive = plan.tenancy == self.scheduler.slots.tenancy[plan.slots]
+            alive = self.scheduler.alive(plan)
             outcome, committed = outcome_of(plan, result, alive, self.sequences, self.live)
             end = self.clock()
             outcome = replace(outcome, seconds=end - start)

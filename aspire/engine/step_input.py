@@ -154,7 +154,7 @@ class StepInput:
             view["mass_draft"][:rows] = 0
             return
         draft, verify, query = plan.draft, plan.verify, plan.query_tokens
-        pending = plan.drafted * draft
+        pending = plan.pending
         view["drafted"][:rows] = (plan.drafted - pending) * verify if plan.num_prefills else plan.drafted - pending
         view["pending_at"][:rows] = np.where(draft | verify, pending, -1) if plan.num_prefills else pending
         view["drafting"][:rows] = draft
