@@ -2,8 +2,8 @@
 
 Every regime has a geometric grid over (rows, context, ...). Its cells are ordered by the level of refinement at which
 a grid that is halved again and again would reach them, and the regimes take turns, so that every prefix of the plan
-is a usable coarse plan. Points off the grid, drawn in octaves with a seed, are interleaved: one in five of each regime is held
-out, the others are fitted, since a grid shows neither rows between powers of two nor rows of unlike contexts.
+is a usable coarse plan. Points off the grid, drawn in octaves with a seed, are interleaved: one in five of each regime
+is held out, the others are fitted, since a grid shows neither rows between powers of two nor rows of unlike contexts.
 """
 
 from __future__ import annotations
