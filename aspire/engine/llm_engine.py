@@ -100,6 +100,7 @@ class LLMEngine:
         self._count = 0  # requests numbered so far
         self._origin = time.perf_counter()
         self._last_end: float | None = None
+        self._idle_since: float | None = None  # by `time.perf_counter`: when the step that ended last did
         self._flight: deque[_StepInFlight] = deque()  # at most two
         self._ready: list[RequestOutput] = []  # not yet returned by `step`
         self._streams = False
@@ -242,6 +243,7 @@ class LLMEngine:
             ended[:] = [name in finished for name in plan.requests]
         self.recorder.note_step(plan, outcome, step.owner, start, ended, step.planned_s)
         self._last_end = end if self.scheduler.has_work else None
+        self._idle_since = end + self._origin
         if not finished and not self._streams:
             return []
         wanted = ended | (outcome.committed > 0) if self._streams else ended
@@ -301,10 +303,11 @@ class LLMEngine:
             raise UsageError("begin_record while requests run; finish or abort them first")
         if not keep_prefixes:
             self.scheduler.reset_prefix_cache()  # a replay begins without them
-        self.recorder.begin(margins=margins)
+        now = time.perf_counter()
+        self.recorder.begin(margins=margins, rest_s=None if self._idle_since is None else now - self._idle_since)
         self._count = 0
         self._last_end = None
-        self._origin = time.perf_counter()
+        self._origin = now
 
     @property
     def log(self) -> StepLog:

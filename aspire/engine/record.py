@@ -32,9 +32,11 @@ class Recorder:
     def __init__(self) -> None:
         self.begin()
 
-    def begin(self, *, margins: bool = False) -> None:
-        """Forget what was recorded, and record from now on; with ``margins`` those of tokens, too."""
+    def begin(self, *, margins: bool = False, rest_s: float | None = None) -> None:
+        """Forget what was recorded, and record from now on; with ``margins`` those of tokens, too. ``rest_s``: how long
+        the engine has been idle; None: it ran no step before."""
         self._forget(recording=True)
+        self.rest_s = rest_s
         self._margins = MarginLog() if margins else None
         self._launches = counters.snapshot()
 
@@ -134,6 +136,7 @@ def run_config(engine: LLMEngine) -> dict[str, Any]:
         "policy_label": f"{spec.label}, lossy ({config.decode})" if config.lossy else spec.label,
         "decode": config.decode,
         "lossy": config.lossy,
+        "rest_s": engine.recorder.rest_s,
         "launches": engine.recorder.launches(),
         "kv_bytes_per_token": page_bytes(loaded.config, loaded.model.dtype) // config.block_size,
         "synthetic_acceptance": engine.synthetic,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from aspire import LLM, EngineConfig, SamplingParams
@@ -135,3 +137,29 @@ def test_the_record_of_a_run_adds_up(llm: LLM) -> None:
     committed = [int(log.column("committed")[log.column("request") == row].sum()) for row in range(4)]
     assert committed == [len(output.outputs[0].token_ids) for output in outputs]
     assert log.column("finished").sum() == 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_record_tells_how_long_the_engine_had_been_idle_when_it_began(ahead: bool) -> None:
+    engine = _llm(policy="autoregressive", async_scheduling=ahead).engine
+
+    def run() -> tuple[float, float]:
+        """Generate once; when it began and when it had ended, by the machine's clock."""
+        began = time.perf_counter()
+        engine.add_request("one", prompt_of(20), PARAMS)
+        while engine.has_unfinished_requests:
+            engine.step()
+        return began, time.perf_counter()
+
+    began, ended = run()
+    assert engine.record()[2]["rest_s"] is None, "nothing ran before the recording of a new engine"
+    for _ in range(2):  # nothing runs between them: the rest goes on
+        time.sleep(0.02)
+        begun = time.perf_counter()
+        engine.begin_record()
+        rest_s = engine.record()[2]["rest_s"]
+        assert 0.02 <= begun - ended <= rest_s <= time.perf_counter() - began
+    again, _ = run()
+    assert engine.record()[2]["rest_s"] == rest_s >= 0.04, "of the beginning, whatever ran since"
+    engine.begin_record()
+    assert 0 < engine.record()[2]["rest_s"] <= time.perf_counter() - again
