@@ -88,4 +88,5 @@ def _missed(accuracy: dict[str, dict[str, float]], max_mape: float | None) -> li
 
 def _figures(file: Any) -> dict[str, Any]:
     names = ("kind", "form", "hardware", "model", "accuracy", "comparison", "intervals", "limits", "start_latency")
+    names += ("start_latency_per_request_s",)
     return {name: getattr(file, name) for name in names}

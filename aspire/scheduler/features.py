@@ -121,7 +121,8 @@ def prefill_context(rows: Floats, prefill_tokens: Floats, prefill_pairs: Floats)
 class CostModel(Protocol):
     """Predicts the latency of steps from their features, as they follow each other.
 
-    A model may also have ``start_latency``, ``cells_per_price`` and ``fixed_prices``, see the functions of these names.
+    A model may also have ``start_latency`` with ``start_latency_per_request_s``, ``cells_per_price`` and
+    ``fixed_prices``, see the functions of these names.
     """
 
     def predict(self, features: StepFeatures) -> Floats:
@@ -143,11 +144,17 @@ def fixed_prices_of(cost_model: CostModel) -> bool:
     return bool(getattr(cost_model, "fixed_prices", False))
 
 
-def start_latency_of(cost_model: CostModel, rest_s: Floats | float) -> Floats:
+def start_latency_of(cost_model: CostModel, rest_s: Floats | float, entering: NDArray[np.int64] | int) -> Floats:
     """Seconds that a step takes longer when it starts from idle, ``rest_s`` after the step before it (infinite for the
-    first), in the shape of ``rest_s``; 0 for a model that does not tell. Between the rests that were measured in
-    proportion to the logarithm, beyond them as at the nearest."""
+    first), with ``entering`` requests that begin their prompts in it; shapes broadcast. 0 for a model that does not
+    tell.
+
+    Between the rests that were measured in proportion to the logarithm, beyond them as at the nearest; and in
+    proportion to the requests beyond the first.
+    """
     pairs = np.asarray(getattr(cost_model, "start_latency", ()), dtype=np.float64).reshape(-1, 2)
     if not len(pairs):
-        return np.zeros(np.shape(rest_s))
-    return np.asarray(np.interp(np.log(np.maximum(rest_s, 1e-6)), np.log(pairs[:, 0]), pairs[:, 1]))
+        return np.zeros(np.broadcast_shapes(np.shape(rest_s), np.shape(entering)))
+    latency = np.interp(np.log(np.maximum(rest_s, 1e-6)), np.log(pairs[:, 0]), pairs[:, 1])
+    per_request_s = float(getattr(cost_model, "start_latency_per_request_s", 0.0))
+    return np.asarray(latency + per_request_s * np.maximum(np.subtract(entering, 1), 0))

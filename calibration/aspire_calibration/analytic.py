@@ -222,8 +222,8 @@ def scale_from(model: CostModelFile, from_gpu: str, to_gpu: str) -> CostModelFil
     """Carry a measured model to another GPU by ratios of bandwidth and FLOP/s; kind *scaled*.
 
     The constant of the model (launches and reading the weights) is split: the weights' share, known from the model
-    shape, follows bandwidth, the rest the launch overhead. ``start_latency``, the host's, stays. Raises
-    `MismatchError` when the model was not made on ``from_gpu``.
+    shape, follows bandwidth, the rest the launch overhead. ``start_latency`` and its price per request, the host's,
+    stay. Raises `MismatchError` when the model was not made on ``from_gpu``.
     """
     source, target = hardware_named(from_gpu), hardware_named(to_gpu)
     base = model.fitted.base if isinstance(model.fitted, TableModel) else model.fitted

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from aspire.errors import InputError
 from aspire.scheduler.features import Floats, StepFeatures
-from aspire_calibration.forms import Fitted, Form, forms_named
+from aspire_calibration.forms import Form, forms_named
 from aspire_calibration.launches import LaunchModel
 from aspire_calibration.model import CostModelFile, ranges_of, setup_of
 from aspire_calibration.ramps import RampModel
 from aspire_calibration.samples import UNSTEADY, Samples
 from aspire_calibration.score import ErrorReport, by_regime, error_report
+from aspire_calibration.starts import start_latency
 from aspire_calibration.variables import INDEX
 
 MIN_CELLS = 12
@@ -103,6 +104,7 @@ def calibrate(
     report = chosen.heldout
     # Coefficients never saw the held-out cells: whoever has file and samples can check the report.
     fitted = form.fit(features[:, train], seconds[train], None)
+    after_rest, per_request_s = start_latency(samples, fitted)
     intervals = bootstrap_intervals(form, features[:, train], seconds[train], bootstrap, generator)
     spread = float(np.median([sample.spread for sample in samples.measured]))
     skipped = sum(bool(sample.skipped) for sample in samples.by_key.values())
@@ -124,20 +126,11 @@ def calibrate(
             "skipped": skipped,
             "unsteady": unsteady,
         },
-        start_latency=start_latency(samples, fitted),
+        start_latency=after_rest,
+        start_latency_per_request_s=per_request_s,
         limits=known_limits(samples, report, spread, unsteady),
         **setup_of(samples.header),
     )
-
-
-def start_latency(samples: Samples, fitted: Fitted) -> tuple[tuple[float, float], ...]:
-    """(rest, seconds by which steps that start from idle after it exceed their prediction), by rest: medians over such
-    cells, >= 0; empty without any."""
-    over: dict[float, list[float]] = {}
-    for sample in samples.idle:
-        predicted = float(fitted.seconds(sample.features.matrix()[:, None])[0])
-        over.setdefault(sample.cell.rest_s, []).append(sample.median_s - predicted)
-    return tuple((rest_s, max(0.0, float(np.median(found)))) for rest_s, found in sorted(over.items()))
 
 
 def heldout_mask(planned: Mask, generator: np.random.Generator) -> Mask:

@@ -45,6 +45,7 @@ class CostModelFile:
     num_pages: int | None = None
     page_size: int = 16
     start_latency: tuple[tuple[float, float], ...] = ()  # after a rest of so many seconds a step takes so much longer
+    start_latency_per_request_s: float = 0.0  # and so much for each request beyond the first that begins in it
     versions: dict[str, Any] = field(default_factory=dict)
     clocks: dict[str, Any] = field(default_factory=dict)
     accuracy: dict[str, dict[str, float]] = field(default_factory=dict)  # held-out, per regime
@@ -94,6 +95,7 @@ class CostModelFile:
             fitted = fitted_from_json(values["fitted"])
             buckets = tuple(int(size) for size in values.get("graph_buckets", ()))
             start = tuple((float(rest), float(more)) for rest, more in values.get("start_latency", ()))
+            per_request_s = float(values.get("start_latency_per_request_s", 0.0))  # earlier releases: not told apart
         except AspireError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -103,7 +105,12 @@ class CostModelFile:
                 f"{source}: start_latency must be pairs of a rest > 0 and finite seconds >= 0, by rest, got {start}; "
                 f"{REMAKE}"
             )
-        return cls(**{**values, "ranges": ranges, "fitted": fitted, "graph_buckets": buckets, "start_latency": start})
+        if not 0 <= per_request_s < np.inf:
+            raise InputError(
+                f"{source}: start_latency_per_request_s must be finite seconds >= 0, got {per_request_s}; {REMAKE}"
+            )
+        parsed = {"ranges": ranges, "fitted": fitted, "graph_buckets": buckets, "start_latency": start}
+        return cls(**{**values, **parsed, "start_latency_per_request_s": per_request_s})
 
     @classmethod
     def load(cls, path: str | Path) -> CostModelFile:
@@ -159,7 +166,11 @@ class CostModelFile:
             lines += [f"  {regime:8s} {ErrorReport(**row).text()}" for regime, row in self.accuracy.items()]  # type: ignore[arg-type]
         if self.start_latency:
             after = [f"{1e3 * more:.2f} ms after {1e3 * rest:g} ms" for rest, more in self.start_latency]
-            lines.append(f"a step that starts from idle takes longer, by the rest before it: {', '.join(after)}")
+            each = f"; {1e3 * self.start_latency_per_request_s:.3f} ms more for each further request that begins in it"
+            lines.append(
+                f"a step that starts from idle takes longer, by the rest before it: {', '.join(after)}"
+                f"{each if self.start_latency_per_request_s else ''}"
+            )
         for row in self.comparison:
             kept = "  <- kept" if row.get("form") == self.form else ""
             extreme = row.get("extreme_mape")

@@ -35,6 +35,7 @@ class OnlineCostModel:
             raise UsageError(f"online model: memory_steps > 1, bound > 0 and prior_steps > 0 are needed, got {given}")
         self.model = model
         self.start_latency = getattr(model, "start_latency", ())
+        self.start_latency_per_request_s = float(getattr(model, "start_latency_per_request_s", 0.0))
         self.cells_per_price = cells_per_price_of(model)
         self.forgetting = float(np.exp(-1.0 / memory_steps))
         self.bound = bound

@@ -39,6 +39,7 @@ class LoadedCostModel:
     def __init__(self, file: CostModelFile, *, strict_range: bool = False, warn: Callable[[str], None] = _warn) -> None:
         self.file = file
         self.start_latency = file.start_latency
+        self.start_latency_per_request_s = file.start_latency_per_request_s
         self.cells_per_price = int(getattr(file.fitted, "cells", 0))
         self.strict_range = strict_range
         self.extrapolated: Counter[str] = Counter()  # feature -> steps predicted beyond its range

@@ -40,14 +40,15 @@ def nonnegative_relative(
     for _ in range(6 if robust else 1):
         weight = base * loss
         stacked = np.vstack([rows * weight[:, None], damping])
-        solution = _nnls(stacked, np.concatenate([target * weight, zeros]))
+        solution = nonnegative(stacked, np.concatenate([target * weight, zeros]))
         residual = rows @ solution - target
         spread = max(1.5 * float(np.median(np.abs(residual))), 1e-3)
         loss = (1.0 + (residual / (2.0 * spread)) ** 2) ** -0.25
     return np.asarray(solution / scale)
 
 
-def _nnls(matrix: Floats, target: Floats) -> Floats:
+def nonnegative(matrix: Floats, target: Floats) -> Floats:
+    """Coefficients c >= 0 that minimise sum (matrix @ c - target)^2."""
     optimize: Any = importlib.import_module("scipy.optimize")  # at first fit: loading a cost model needs no scipy
     try:
         return np.asarray(optimize.nnls(matrix, target, maxiter=20 * matrix.shape[1])[0])

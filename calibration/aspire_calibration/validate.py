@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aspire.errors import InputError
 from aspire.scheduler.features import CostModel, Floats, StepFeatures, start_latency_of
@@ -57,12 +58,17 @@ class RunValidation:
 
 
 def validate_steps(
-    model: CostModel, features: StepFeatures, observed_s: Floats, rest_s: Floats | None = None
+    model: CostModel,
+    features: StepFeatures,
+    observed_s: Floats,
+    rest_s: Floats | None = None,
+    entering: NDArray[np.int64] | None = None,
 ) -> RunValidation:
     """Compare ``model.predict(features)`` with the observed seconds; both [steps]; `InputError` for bad ones.
 
     ``rest_s`` [steps]: idleness before those that began with nothing in flight, in a run that plans others ahead,
-    infinite for the first, NaN for steps that follow another; None: none began so.
+    infinite where nothing ran before, NaN for steps that follow another; None: none began so. ``entering`` [steps]:
+    requests that begin their prompts in each; None: one.
     """
     observed = np.asarray(observed_s, dtype=np.float64)
     if observed.ndim != 1 or not len(observed):
@@ -74,7 +80,8 @@ def validate_steps(
         raise InputError(f"step {bad[0]} has the step time {observed[bad[0]]}; record the run again")
     predicted = model.predict(features)
     if rest_s is not None:
-        predicted = predicted + np.where(np.isnan(rest_s), 0.0, start_latency_of(model, rest_s))
+        start_s = start_latency_of(model, rest_s, 1 if entering is None else entering)
+        predicted = predicted + np.where(np.isnan(rest_s), 0.0, start_s)
     regimes = regimes_of(features)
     total = float(observed.sum())
     share = {name: float(observed[regimes == name].sum()) / total for name in REGIMES if np.any(regimes == name)}

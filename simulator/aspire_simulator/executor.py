@@ -38,6 +38,7 @@ class _Planned:
     plan: StepPlan
     planned_s: float
     owner: NDArray[np.int64]  # [rows] request number
+    entering: int  # requests that begin their prompts in it, those that were preempted anew
 
 
 class Simulation:
@@ -46,7 +47,8 @@ class Simulation:
     ``noise`` is the standard deviation of the logarithm of a step's time around the prediction. ``max_concurrency``
     bounds the requests in the engine, waiting ones included; later arrivals are held back and their arrival time is
     when they were let in, as in vLLM's benchmark. ``policy_prices``: what the policy goes by, where that is not the
-    ``cost_model`` which tells how long steps take.
+    ``cost_model`` which tells how long steps take. ``rest_s``: how long the engine has been idle when the clock begins;
+    infinite: it ran nothing before.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Simulation:
         max_concurrency: int | None = None,
         progress: Progress | None = None,
         policy_prices: CostModel | None = None,
+        rest_s: float = math.inf,
     ) -> None:
         if not len(workload):
             raise UsageError(f"workload {workload.name} has no requests")
@@ -69,6 +72,8 @@ class Simulation:
             raise UsageError(f"noise {noise} is negative; give a standard deviation such as 0.02")
         if max_concurrency is not None and max_concurrency < 1:
             raise UsageError(f"max_concurrency {max_concurrency} must be at least 1")
+        if not rest_s >= 0:
+            raise UsageError(f"rest_s {rest_s} must be seconds >= 0, or infinite where the engine ran nothing before")
         self.workload = workload
         self.policy = policy
         # a round of g drafts takes g + 1 rows for at least one token
@@ -77,6 +82,7 @@ class Simulation:
         self._max_concurrency = max_concurrency
         self._progress = progress
         self._noise = noise
+        self._rest_s = rest_s
         self._rng = np.random.default_rng([seed, 3])
         if isinstance(policy, OracleSpec):  # hindsight on a step whose outcome is not applied yet would be a guess
             config = replace(config, async_scheduling=False)
@@ -122,6 +128,7 @@ class Simulation:
             "seed": seed,
             "noise": noise,
             "max_concurrency": max_concurrency,
+            "rest_s": None if rest_s == math.inf else rest_s,
         }
 
     def run(self) -> Run:
@@ -160,7 +167,7 @@ class Simulation:
         env, scheduler = self._env, self.scheduler
         yield env.timeout(0)  # requests that arrive at 0 are in the queue before the first step
         ahead: _Planned | None = None
-        end_s = -math.inf
+        end_s = -self._rest_s
         while True:
             step = ahead or self._plan()
             if step is None:
@@ -175,7 +182,7 @@ class Simulation:
             seconds = self._seconds(step.plan)
             # without planning ahead every step begins so, those that the cost model was made from too
             if ahead is None and self._async:
-                seconds += float(start_latency_of(self._cost_model, start_s - end_s))
+                seconds += float(start_latency_of(self._cost_model, start_s - end_s, step.entering))
             ahead = self._plan() if self._async else None
             yield env.timeout(seconds)
             self._finish_step(step, start_s, seconds)
@@ -193,12 +200,13 @@ class Simulation:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
-        owner = self._owner.take(plan.slots)
+        owner, entering = self._owner.take(plan.slots), 0
         if owner[owner.argmin()] < 0:
-            for slot in plan.slots[owner < 0].tolist():
+            begin = plan.slots[owner < 0].tolist()
+            for slot in begin:
                 self._attach(slot)
-            owner = self._owner.take(plan.slots)
-        return _Planned(plan, self._env.now, owner)
+            owner, entering = self._owner.take(plan.slots), len(begin)
+        return _Planned(plan, self._env.now, owner, entering)
 
     def _finish_step(self, step: _Planned, start_s: float, seconds: float) -> None:
         plan, scheduler = step.plan, self.scheduler

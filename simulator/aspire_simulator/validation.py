@@ -187,6 +187,7 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     if model is None:
         raise InputError(f"run {path} was made without a cost model; give one with --cost-model")
     config, policy = config_of(run)
+    idle_s = _rest_before(run)
     composition = replay(run, prices)
     finished = np.flatnonzero(~np.isnan(run.requests.finish_s) & (run.requests.output_tokens > 0))
     if not len(finished):
@@ -195,11 +196,13 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     rest_s = None
     if config.async_scheduling:
         ends_s = steps.start_s + steps.duration_s
-        rest_s = np.where(steps.planned_ahead, np.nan, steps.start_s - np.append(-np.inf, ends_s[:-1]))
-    step_times = validate_steps(model, StepFeatures.from_matrix(steps.features), steps.duration_s, rest_s)
-    arrival_s = run.requests.arrival_s[finished] - steps.start_s[0]
+        rest_s = np.where(steps.planned_ahead, np.nan, steps.start_s - np.append(-idle_s, ends_s[:-1]))
+    features = StepFeatures.from_matrix(steps.features)
+    step_times = validate_steps(model, features, steps.duration_s, rest_s, entering_requests(steps))
+    begin_s = float(steps.start_s[0])
+    arrival_s = run.requests.arrival_s[finished] - begin_s
     workload, outcomes = _workload(run, finished, arrival_s), _outcomes(run, finished)
-    simulated = simulate(workload, policy, model, outcomes, config, policy_prices=prices)
+    simulated = simulate(workload, policy, model, outcomes, config, policy_prices=prices, rest_s=idle_s + begin_s)
     simulated.requests.arrival_s[:] = arrival_s  # those before the first step waited for it
     measured, expected = summarize(run), summarize(simulated)
     comparisons = [
@@ -211,6 +214,31 @@ def validate_run(path: str | Path, cost_model: CostModel | None = None) -> RunCh
     context = float(steps.column("context")[decoding].mean()) if decoding.any() else 0.0
     rows = int(np.diff(steps.row_end, prepend=0).max())
     return RunCheck(str(path), policy.label, rows, context, composition, step_times, tuple(comparisons))
+
+
+def _rest_before(run: Run) -> float:
+    """Seconds that the engine had been idle when the recording began; infinite where it ran nothing before, or where
+    the recording does not tell."""
+    given = run.config.get("rest_s")
+    if given is None:
+        return float("inf")
+    if not isinstance(given, (int, float)) or not 0 <= given < float("inf"):
+        raise InputError(f"config.json of the run: rest_s must be seconds >= 0 or null, got {given!r}; record it again")
+    return float(given)
+
+
+def entering_requests(log: StepLog) -> NDArray[np.int64]:
+    """[steps]: requests that begin their prompts in each step, those that were preempted anew: in the first chunk of a
+    prompt, which does not go on where the row of the request before it ended."""
+    order = np.argsort(log.column("request"), kind="stable")
+    request, mode, context, tokens = (
+        log.column(name)[order] for name in ("request", "mode", "context", "query_tokens")
+    )
+    prompt = mode == PREFILL
+    goes_on = np.zeros(len(order), dtype=bool)
+    goes_on[1:] = (request[1:] == request[:-1]) & prompt[:-1] & (context[1:] == (context + tokens)[:-1])
+    begins = prompt & ~goes_on
+    return np.bincount(log.step_of_row()[order][begins], minlength=len(log))
 
 
 def _workload(run: Run, which: NDArray[np.int64], arrival_s: Floats) -> Workload:

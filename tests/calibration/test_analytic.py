@@ -83,8 +83,9 @@ def test_scaling_by_ratios():
     ratio = LoadedCostModel(scaled).marginal(big, more) / LoadedCostModel(measured).marginal(big, more)
     assert float(ratio) == pytest.approx(4.8 / 3.35)
     assert analytic_model("h200", "smollm2-135m").start_latency == ()
-    slow_host = dataclasses.replace(measured, start_latency=((0.003, 1e-3),))
-    assert scale_from(slow_host, "h200", "h100").start_latency == ((0.003, 1e-3),), "the host is not scaled"
+    slow_host = dataclasses.replace(measured, start_latency=((0.003, 1e-3),), start_latency_per_request_s=3e-5)
+    carried = scale_from(slow_host, "h200", "h100")
+    assert carried.start_latency == ((0.003, 1e-3),) and carried.start_latency_per_request_s == 3e-5, "the host's"
     same = scale_from(measured, "h200", "h200")
     assert same.fitted.to_json() == measured.fitted.to_json()
 

@@ -99,12 +99,15 @@ def test_what_steps_from_idle_take_longer_is_measured_and_changes_no_price():
     files = [calibrate(samples, forms=["kriging"], bootstrap=0) for samples in (started, plain)]
     rests, latencies = zip(*files[0].start_latency, strict=True)
     assert rests == tuple(sorted(IDLE_RESTS_S)) and latencies == pytest.approx([1.3e-3] * 3, rel=0.05)
-    assert files[1].start_latency == ()
+    assert files[0].start_latency_per_request_s < 0.02 * 1.3e-3
+    assert files[1].start_latency == () and files[1].start_latency_per_request_s == 0.0
     assert files[0].fitted.to_json() == files[1].fitted.to_json() and files[0].accuracy == files[1].accuracy
     assert files[0].ranges == files[1].ranges
     assert files[0].data["idle_cells"] == 12 and files[0].data["cells"] == 188 and files[0].data["skipped"] == 0
     quicker = calibrate(measured_samples(limits=AHEAD, start_s=-1e-4, most=100), forms=["kriging"], bootstrap=0)
-    assert {seconds for _, seconds in quicker.start_latency} == {0.0}, "never less than a step that follows another"
+    assert {seconds for _, seconds in quicker.start_latency} == {0.0} and len(quicker.start_latency) == 3, (
+        "never less than a step that follows another"
+    )
 
 
 def test_cells_whose_repeats_disagree_are_left_out_and_counted():

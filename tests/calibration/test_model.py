@@ -129,6 +129,9 @@ def test_file_is_readable_json_with_units(tmp_path):
         ({"start_latency": [[0.1, 1e-3], [0.01, 1e-3]]}, InputError, "by rest, got"),
         ({"start_latency": [[0, 1e-3]]}, InputError, "a rest > 0"),
         ({"start_latency": [0.1, "1 ms"]}, InputError, "damaged"),
+        ({"start_latency_per_request_s": -1e-5}, InputError, "per_request_s must be finite seconds >= 0, got -1e-05"),
+        ({"start_latency_per_request_s": float("inf")}, InputError, "must be finite seconds >= 0, got inf"),
+        ({"start_latency_per_request_s": "1 ms"}, InputError, "damaged"),
     ],
 )
 def test_what_is_not_a_cost_model_is_refused(tmp_path, change, error, message):
@@ -145,15 +148,35 @@ def test_the_start_latency_is_kept_shown_and_one_figure_or_none_in_older_files(t
     rests = np.array([0.0, 0.001, 0.01, 0.01 * 10**0.5, 0.1, 5.0, np.inf])
     for model in (loaded, OnlineCostModel(loaded)):
         expected = [1.25e-3] * 3 + [1.625e-3] + [2e-3] * 3
-        np.testing.assert_allclose(start_latency_of(model, rests), expected, rtol=1e-9)
-        assert float(start_latency_of(model, np.inf)) == 2e-3
+        np.testing.assert_allclose(start_latency_of(model, rests, 1), expected, rtol=1e-9)
+        assert float(start_latency_of(model, np.inf, 1)) == 2e-3
     assert "the rest before it: 1.25 ms after 10 ms, 2.00 ms after 100 ms" in loaded.summary_text()
     older = {k: v for k, v in json.loads(path.read_text()).items() if k != "start_latency"}
     path.write_text(json.dumps({**older, "start_latency_s": 1.5e-3}))
-    assert start_latency_of(load_cost_model(path), rests).tolist() == [1.5e-3] * 7
+    assert start_latency_of(load_cost_model(path), rests, 1).tolist() == [1.5e-3] * 7
     path.write_text(json.dumps(older))
-    assert not start_latency_of(load_cost_model(path), rests).any()
+    assert not start_latency_of(load_cost_model(path), rests, 1).any()
     assert "from idle" not in load_cost_model(path).summary_text()
+
+
+def test_the_start_latency_grows_with_the_requests_that_begin_and_not_by_an_older_file(tmp_path):
+    file = replace(FILE, start_latency=((0.01, 1.25e-3), (0.1, 2e-3)), start_latency_per_request_s=5e-5)
+    path = file.save(tmp_path / "m.json")
+    loaded = load_cost_model(path)
+    entering = np.array([0, 1, 2, 17])
+    for model in (loaded, OnlineCostModel(loaded)):
+        expected = [2e-3, 2e-3, 2.05e-3, 2.8e-3]
+        np.testing.assert_allclose(start_latency_of(model, np.inf, entering), expected, rtol=1e-9)
+        every = start_latency_of(model, np.array([[0.01], [0.1]]), entering)
+        np.testing.assert_allclose(every, np.array([[1.25e-3], [2e-3]]) - 2e-3 + expected, rtol=1e-9)
+        assert float(start_latency_of(model, 0.01, 3)) == pytest.approx(1.35e-3)
+    line = next(line for line in loaded.summary_text().splitlines() if "from idle" in line)
+    assert line.endswith("2.00 ms after 100 ms; 0.050 ms more for each further request that begins in it")
+    older = {k: v for k, v in json.loads(path.read_text()).items() if k != "start_latency_per_request_s"}
+    path.write_text(json.dumps(older))
+    assert start_latency_of(load_cost_model(path), np.inf, entering).tolist() == [2e-3] * 4
+    assert "further request" not in load_cost_model(path).summary_text()
+    assert start_latency_of(LoadedCostModel(FILE), np.ones((2, 1)), entering).shape == (2, 4)
 
 
 def test_missing_parts_and_files(tmp_path):

@@ -124,6 +124,10 @@ def test_validation_adds_what_steps_from_idle_take_longer():
     rest_s = np.array([np.inf, np.nan, 0.002])
     assert validate_steps(model, steps, observed, rest_s).regimes["all"].max == pytest.approx(0.0, abs=1e-12)
     assert validate_steps(model, steps, observed).signed_run_error < 0
+    model = LoadedCostModel(replace(model.file, start_latency_per_request_s=1e-4))
+    entering = np.array([5, 7, 0])
+    found = validate_steps(model, steps, observed + np.array([4e-4, 0.0, 0.0]), rest_s, entering)
+    assert found.regimes["all"].max == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aspire.errors import UsageError
+from aspire.errors import InputError, UsageError
 from aspire.rundir import Run, read_run, write_run
 from aspire.runlog import DRAFT, VERIFY
-from aspire.scheduler import SchedulerConfig, StepFeatures
+from aspire.scheduler import CostModel, SchedulerConfig, StepFeatures
 from aspire.scheduler.features import start_latency_of
 from aspire_simulator import executor
 from aspire_simulator.acceptance import BetaEffect, ByPosition, Iid, Markov
@@ -22,7 +22,7 @@ from aspire_simulator.executor import Simulation, may_preempt, simulate
 from aspire_simulator.metrics import latencies, summarize
 from aspire_simulator.oracle import parse_policy
 from aspire_simulator.replaying import replay
-from aspire_simulator.validation import ExactOutcomes, validate_run
+from aspire_simulator.validation import ExactOutcomes, entering_requests, validate_run
 from aspire_simulator.workload import Workload, synthetic
 from tests.simulator.helpers import LinearCost
 
@@ -162,9 +162,17 @@ class StartCost(LinearCost):
     start_latency = ((0.1, 5e-3), (10.0, 9e-3))
 
 
-def starts(work: Workload, limits: SchedulerConfig) -> tuple[Run, dict[int, float]]:
+class BurstCost(StartCost):
+    """More by each further request that begins, too."""
+
+    start_latency_per_request_s = 1e-4
+
+
+def starts(
+    work: Workload, limits: SchedulerConfig, cost_model: CostModel | None = None, **options: Any
+) -> tuple[Run, dict[int, float]]:
     """A run, and how much longer than priced its steps took."""
-    run = simulate(work, parse_policy("autoregressive"), StartCost(), Iid(0.9), limits)
+    run = simulate(work, parse_policy("autoregressive"), cost_model or StartCost(), Iid(0.9), limits, **options)
     over_s = run.steps.duration_s - LinearCost().predict(StepFeatures.from_matrix(run.steps.features))
     return run, {step: round(float(over_s[step]), 9) for step in np.flatnonzero(np.abs(over_s) > 1e-12).tolist()}
 
@@ -188,7 +196,7 @@ def test_an_engine_pays_it_once_in_every_idle_period() -> None:
     assert (~run.steps.planned_ahead).nonzero()[0].tolist() == steps
     ends_s = run.steps.start_s + run.steps.duration_s
     rests_s = [np.inf, *(run.steps.start_s[steps[1:]] - ends_s[np.array(steps[1:]) - 1])]
-    assert list(charged.values()) == pytest.approx(start_latency_of(StartCost(), np.array(rests_s)).tolist())
+    assert list(charged.values()) == pytest.approx(start_latency_of(StartCost(), np.array(rests_s), 1).tolist())
     assert 5e-3 < charged[steps[2]] < charged[steps[1]] < charged[0]
 
 
@@ -199,6 +207,58 @@ def test_a_step_that_could_not_be_planned_ahead_pays_it_too() -> None:
     assert run.requests.preemptions.sum() > 0 and len(charged) > 1
     assert (~run.steps.planned_ahead).nonzero()[0].tolist() == list(charged)
     assert set(charged.values()) == {5e-3, 9e-3} and charged[0] == 9e-3, "only the first had a rest before it"
+
+
+def test_it_grows_with_the_requests_that_begin_in_the_step() -> None:
+    # of the last four, 256 tokens of a step hold one prompt and the first chunk of another
+    tokens = np.array([50, 50, 50, 100, *[200] * 4])
+    work = Workload("bursts", np.array([0.0, 0.0, 0.0, 5.0, *[20.0] * 4]), tokens, np.full(8, 30))
+    run, charged = starts(work, config(async_scheduling=True), BurstCost())
+    rests_s = [np.inf, *(run.steps.start_s[step] - run.steps.start_s[step - 1] for step in list(charged)[1:])]
+    expected = start_latency_of(BurstCost(), np.array(rests_s), np.array([3, 1, 2]))
+    assert list(charged.values()) == pytest.approx(expected.tolist(), rel=1e-3)
+    assert charged[0] == pytest.approx(9e-3 + 2e-4) and len(charged) == 3
+    assert entering_requests(run.steps)[list(charged)].tolist() == [3, 1, 2]
+    assert entering_requests(run.steps).sum() == 8
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios())
+def test_a_recording_tells_the_requests_that_began_in_each_step(scenario: dict[str, Any]) -> None:
+    simulation, counted = Simulation(cost_model=LinearCost(), **scenario), []
+    plan = simulation._plan
+
+    def planned() -> Any:
+        step = plan()
+        counted.extend([step.entering] if step is not None else [])
+        return step
+
+    simulation._plan = planned  # type: ignore[method-assign]
+    run = simulation.run()
+    told, preempted = entering_requests(run.steps), int(run.requests.preemptions.sum())
+    # a prompt that is sent back and finds all that it had computed goes on where it was
+    assert (told <= counted).all() and sum(counted) == len(run.requests) + preempted
+    assert sum(counted) - told.sum() <= preempted
+
+
+@pytest.mark.parametrize("rest_s", [0.0, 0.4, np.inf])
+def test_the_rest_before_the_clock_began_counts_for_the_first_step(tmp_path: Path, rest_s: float) -> None:
+    work = Workload("two", np.array([0.2, 9.0]), np.full(2, 100), np.full(2, 20))
+    run, charged = starts(work, config(async_scheduling=True), BurstCost(), rest_s=rest_s)
+    assert charged[0] == pytest.approx(float(start_latency_of(StartCost(), rest_s + 0.2, 1)))
+    assert run.config["rest_s"] == (rest_s if rest_s < np.inf else None)
+    check = validate_run(write_run(tmp_path / "run", run), BurstCost())
+    assert check.step_times.regimes["all"].max < 1e-6
+    assert max(abs(one.error) for one in check.comparisons) < 1e-6
+
+
+@pytest.mark.parametrize("rest_s", [-0.1, "long", [1.0]])
+def test_a_rest_that_is_none_is_refused(tmp_path: Path, rest_s: Any) -> None:
+    run = small_run()
+    run.config["rest_s"] = rest_s
+    path = write_run(tmp_path / "run", run)
+    with pytest.raises(InputError, match="rest_s must be seconds >= 0 or null, got"):
+        validate_run(path, LinearCost())
 
 
 def test_noise_keeps_the_mean() -> None:
@@ -216,7 +276,7 @@ def test_requests_that_never_fit_are_rejected_and_the_rest_finish() -> None:
 
 
 def test_options_are_checked() -> None:
-    for bad in ({"noise": -1.0}, {"max_concurrency": 0}):
+    for bad in ({"noise": -1.0}, {"max_concurrency": 0}, {"rest_s": -1.0}, {"rest_s": float("nan")}):
         with pytest.raises(UsageError):
             small_run(**bad)
 
