@@ -81,6 +81,7 @@ def calibrate(
     """
     given, samples = samples, samples.steady()
     unsteady = len(given.measured) - len(samples.measured)
+    disturbed = sum(each.visits < given.by_key[key].visits for key, each in samples.by_key.items())
     matrix, seconds = samples.matrix()
     if len(seconds) < MIN_CELLS:
         raise InputError(
@@ -125,10 +126,11 @@ def calibrate(
             "median_spread": spread,
             "skipped": skipped,
             "unsteady": unsteady,
+            "disturbed": disturbed,
         },
         start_latency=after_rest,
         start_latency_per_request_s=per_request_s,
-        limits=known_limits(samples, report, spread, unsteady),
+        limits=known_limits(samples, report, spread, unsteady, disturbed),
         **setup_of(samples.header),
     )
 
@@ -235,7 +237,9 @@ def mean_slopes(model: RampModel, features: Floats) -> dict[str, float]:
     return out
 
 
-def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float, unsteady: int) -> list[str]:
+def known_limits(
+    samples: Samples, report: dict[str, ErrorReport], spread: float, unsteady: int, disturbed: int
+) -> list[str]:
     """In words, what this model cannot do; printed with it everywhere."""
     limits = []
     for regime in ("ar", "draft", "verify", "mixed", "prefill"):
@@ -249,6 +253,8 @@ def known_limits(samples: Samples, report: dict[str, ErrorReport], spread: float
         limits.append(f"noisy machine: the median cell varied by {spread:.1%} between repeats (interquartile range)")
     if unsteady:
         limits.append(f"cells left out because their repeats varied by more than {UNSTEADY:.0%}: {unsteady}")
+    if disturbed:
+        limits.append(f"cells of which a visit was left out, in which the machine was slow: {disturbed}")
     if not any(float(sample.features.select_rows) > 0 for sample in samples.measured):
         limits.append("no cell computed page mass: selection is priced at zero")
     if samples.header.settings.get("async_scheduling") and not samples.idle:

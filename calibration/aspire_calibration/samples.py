@@ -145,6 +145,18 @@ class Sample:
         """Interquartile range over median."""
         return relative_spread(self.repeats_s)
 
+    def undisturbed(self) -> Sample:
+        """Without the visits that took over `UNSTEADY` longer than the fastest, where two or more are left: what else a
+        machine does only lengthens steps, for as long as a visit lasts or longer."""
+        if self.visits < 3 or len(self.repeats_s) % self.visits:
+            return self
+        visits = np.reshape(self.repeats_s, (self.visits, -1))
+        medians = np.median(visits, axis=1)
+        kept = medians <= (1.0 + UNSTEADY) * medians.min()
+        if kept.all() or np.count_nonzero(kept) < 2:
+            return self
+        return replace(self, repeats_s=tuple(visits[kept].ravel().tolist()), visits=int(np.count_nonzero(kept)))
+
     def joined(self, later: Sample) -> Sample:
         """This sample with the repeats of a later visit; a visit that was skipped adds nothing but its time."""
         took_s = self.took_s + later.took_s
@@ -210,12 +222,13 @@ class Samples:
         return [sample for sample in self.by_key.values() if not sample.skipped and sample.cell.idle]
 
     def steady(self) -> Samples:
-        """Without the cells whose repeats disagree: those that spread by more than `UNSTEADY`, and by more than `NOISE`
-        times as much as the median cell."""
-        measured = self.measured
+        """Without disturbed visits (`Sample.undisturbed`), and without the cells whose repeats disagree all the same:
+        those that spread by more than `UNSTEADY`, and by more than `NOISE` times as much as the median cell."""
+        by_key = {key: sample if sample.cell.idle else sample.undisturbed() for key, sample in self.by_key.items()}
+        measured = Samples(self.header, by_key).measured
         most = max(UNSTEADY, NOISE * float(np.median([s.spread for s in measured]))) if measured else UNSTEADY
         unsteady = {s.cell.key for s in measured if s.spread > most}
-        return Samples(self.header, {key: sample for key, sample in self.by_key.items() if key not in unsteady})
+        return Samples(self.header, {key: sample for key, sample in by_key.items() if key not in unsteady})
 
     def matrix(self) -> tuple[Floats, Floats]:
         """(features [samples, len(FEATURES)], medians [samples] in seconds) of the measured cells."""

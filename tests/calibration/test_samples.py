@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from aspire.errors import InputError, MismatchError, UsageError
-from aspire_calibration import Sample, SamplesHeader, ar, draft, merge_samples, prefill, read_samples, verify
+from aspire_calibration import Sample, Samples, SamplesHeader, ar, draft, merge_samples, prefill, read_samples, verify
 from aspire_calibration.samples import EARLIER_REST_S, SamplesWriter, relative_spread
 from tests.calibration.machine import BUCKETS, HEADER
 
@@ -133,3 +133,27 @@ def test_times_that_cannot_be_are_refused(path):
 
 def test_spread():
     assert relative_spread([1.0]) == 0.0 and relative_spread([1.0, 2.0, 3.0]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("visits", "kept"),
+    [
+        ([[1.0, 1.1], [1.0, 1.05], [1.6, 1.7]], [0, 1]),
+        ([[1.9, 2.0], [1.0, 1.05], [1.0, 1.0], [1.02, 1.0]], [1, 2, 3]),
+        ([[1.0, 1.0], [1.05, 1.0], [1.08, 1.08]], [0, 1, 2]),  # none
+        ([[1.0, 1.0], [1.5, 1.5], [2.0, 2.0]], [0, 1, 2]),  # two must agree, else who knows which is right
+        ([[1.0, 1.0], [1.6, 1.6]], [0, 1]),
+    ],
+)
+def test_visits_in_which_the_machine_was_slow_are_left_out(visits, kept):
+    whole = replace(sample(ar(4, 1000), *(s for visit in visits for s in visit)), visits=len(visits), took_s=2.0)
+    expected = replace(whole, repeats_s=tuple(s for place in kept for s in visits[place]), visits=len(kept))
+    assert whole.undisturbed() == expected == expected.undisturbed()
+    assert Samples(HEADER, {whole.cell.key: whole}).steady().by_key == {whole.cell.key: expected}
+
+
+def test_visits_of_unlike_length_and_starts_from_idle_are_left_as_they_are():
+    uneven = replace(sample(ar(4, 1000), 1.0, 1.0, 1.0, 1.0, 9.0), visits=3)
+    idle = replace(sample(replace(prefill(64, 64), rest_s=0.02), 1.0, 1.0, 9.0), visits=3)
+    assert uneven.undisturbed() == uneven
+    assert Samples(HEADER, {idle.cell.key: idle}).steady().by_key == {idle.cell.key: idle}
