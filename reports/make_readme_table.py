@@ -41,7 +41,7 @@ ROWS = {
     "sim.composition_equal": "recorded GPU steps that the simulator's replay composes identically",
     "prefix.prefill_share_saved": "prefill saved where 64 requests share a 4k prefix",
     "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 1,099 "
-    "(8 minutes, float32 and bfloat16; 0 of 14,129 on the CPU)",
+    "(8 minutes, float32 and bfloat16; 0 of 8,620 on the CPU)",
     "sim.seconds_1k_requests": "simulating 1,000 requests on one core",
     "lossless.fuzz_scenarios": "random scenarios checked against autoregressive output, none differing",
     "spine.demo_minutes": "make demo from nothing, 2 cores",
