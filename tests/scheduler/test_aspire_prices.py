@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from aspire.scheduler import PolicyView, StepFeatures
 from aspire.scheduler.features import CostModel
+from aspire.scheduler.policies import copy_prices
 from aspire.scheduler.policies.adaptive import Aspire, gain_and_cost
 from aspire.scheduler.policies.copy_prices import LINE_ERROR, CopyPrices, exact_ratio
 from aspire.scheduler.policies.cost_ratios import CostRatios
@@ -23,6 +25,14 @@ PROFILES = Path(__file__).parents[2] / "calibration" / "profiles"
 SMOLLM2 = load_cost_model(PROFILES / "h200-smollm2-135m.json", warn=lambda _: None)
 QWEN3 = load_cost_model(PROFILES / "h200-qwen3-8b.json", warn=lambda _: None)
 ANALYTIC = LoadedCostModel(analytic_model("h200", "smollm2-135m"), warn=lambda _: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_size_stays() -> Iterator[None]:
+    """Lines from the first plan on; what comes before them, in batches of a new size, has a test of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy_prices, "_PATIENCE", 0)
+        yield
 
 
 class Counted(LinearCost):
@@ -95,6 +105,7 @@ def test_lines_hold_for_every_committed_profile(name: str) -> None:
             view = batch(model, [drafts] * len(contexts), contexts - drafts)
             lines = CopyPrices(view, model, copies, 16)
             found = lines.ratio(view.drafted, view.sparse_tokens, np.log2(view.context_tokens))
+            assert found is not None
             exact = exact_ratio(view, model, copies, slice(None))
             assert np.abs(found / exact - 1.0).max() < LINE_ERROR
 
@@ -194,6 +205,35 @@ def test_a_price_that_stands_is_asked_for_once() -> None:
     for _ in range(2):
         ratios(policy, view)
     assert cost.asked[3:] == [8, 8], "a model that learns is asked at every step"
+
+
+def test_a_batch_of_a_new_size_is_priced_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are for sizes that stay: their prices are more than those of one batch."""
+    monkeypatch.setattr(copy_prices, "_PATIENCE", 4)
+    cost = Counted(cells=1000, fixed=True)
+    policy = built("aspire", 4)
+    for step in range(6):
+        found = ratios(policy, batch(cost, [2] * 4, np.array([1000, 2000, 3000, 4000]) + step))
+        assert (found.error == 0.0) == (step < 4)
+    assert cost.asked[:4] == [8] * 4 and cost.asked[4] > 8
+
+
+@given(
+    steps=st.lists(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 99)), min_size=1, max_size=30), min_size=1)
+)
+def test_what_was_filled_in_is_read_again(steps: list[list[tuple[int, int]]]) -> None:
+    """Whatever points and numbers come in whatever order, nothing is asked twice."""
+    lines, known = copy_prices._Lines(17), set()
+    for pairs in steps:
+        point, number = (np.array(column) for column in zip(*pairs, strict=True))
+        asked = lines.unknown(point, number)
+        new = set(zip(*(column.tolist() for column in asked), strict=True))
+        assert len(new) == len(asked[0]) and not new & known
+        known |= new
+        assert set(pairs) <= known
+        lines.fill(asked, 1.0 + asked[0] + 1000.0 * asked[1])
+        assert lines.unknown(point, number)[0].size == 0
+        assert lines.at(point, number) == pytest.approx(1.0 + point + 1000.0 * number)
 
 
 def test_a_price_of_nothing_is_a_price() -> None:

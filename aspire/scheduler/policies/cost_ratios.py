@@ -16,8 +16,9 @@ _STEPS = 128  # more than there are in any context
 
 
 class CostRatios:
-    """Ratios of the requests of ``view``, from ``prices`` of its size where they stand and tokens are counted (they are
-    not for requests that have no page list); ``error``: what each may be off, relative, until it is asked for."""
+    """Ratios of the requests of ``view``, from the ``prices`` of batches of its size where they stand and tokens are
+    counted (they are not for requests that have no page list), else from the model; ``error``: what each may be off,
+    relative, until it is asked for."""
 
     def __init__(self, view: PolicyView, model: CostModel, prices: CopyPrices) -> None:
         self._view, self._model, self._count = view, model, len(view.slots)
@@ -25,12 +26,11 @@ class CostRatios:
         slow = cells_per_price_of(model) * self._count > _SLOW_TO_PRICE
         self._priced = PricedRows.of(drafted, view.context_tokens, octaves) if slow else None
         rows = slice(None) if self._priced is None else self._priced.rows
+        ratio = None
         if fixed_prices_of(model) and sparse[sparse.argmin()] >= 0:
-            self.error = LINE_ERROR
-            self._ratio = prices.ratio(drafted[rows], sparse[rows], octaves[rows])
-        else:
-            self.error = 0.0
-            self._ratio = exact_ratio(view, model, self._count, rows)
+            ratio = prices.ratio(drafted[rows], sparse[rows], octaves[rows])
+        self.error = 0.0 if ratio is None else LINE_ERROR
+        self._ratio = exact_ratio(view, model, self._count, rows) if ratio is None else ratio
 
     def now(self) -> Floats:
         """[n], by the prices known."""
