@@ -6,6 +6,7 @@ one is rejected, those behind it teach nothing. State is struct-of-arrays over s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ class RateTracker:
 
     def observe(self, tokens: float, time: float) -> None:
         """Add what a step committed and how long it took."""
-        keep = float(np.exp(-tokens / self._window))
+        keep = math.exp(-tokens / self._window)
         self._tokens = keep * self._tokens + tokens
         self._time = keep * self._time + time
 

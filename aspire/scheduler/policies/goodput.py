@@ -209,12 +209,15 @@ class Goodput(Policy):
         self._count_rate(feedback, tokens, float(np.add.reduce(drafted)) if p.cost_ratio is not None else 0.0)
 
     def learn(self) -> None:
-        """Learn from the rounds that ended last; price the batch anew, or its latest steps, where it is time to.
+        """Learn from the rounds that ended last, and from a rest that is over; price the batch anew, or its latest
+        steps, where it is time to.
 
         To price takes longer than a step in which a large batch drafts: a common round is waited for, its verification
         is long enough.
         """
         self.survival.learn()
+        if self.resting and not self._rest and not self._prompt_steps:  # the next step is planned again
+            self._catch_up()
         view, now, model = self._stale, self._standing, self._model
         patience = 2 * REPRICE_STEPS if self._drafting else REPRICE_STEPS
         if view is not None and model is not None and not (self._drafting and now.age < patience):
