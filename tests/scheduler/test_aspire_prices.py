@@ -187,24 +187,22 @@ def test_prices_are_kept_only_while_they_hold(steps: list[tuple[int, int, int, b
 
 def test_a_price_that_stands_is_asked_for_once() -> None:
     cost = Counted(cells=1000, fixed=True)
-    policy = built("aspire", 4)
-    view = batch(cost, [2] * 4, np.array([1000, 1001, 1002, 1003]))
-    ratios(policy, view)
-    assert len(cost.asked) == 1 and cost.asked[0] <= 4 * 17, "both kinds of prices in one call, with their neighbours"
-    for drafted in range(17):
-        ratios(policy, batch(cost, [drafted] * 4, np.array([1000, 1001, 1002, 1003]) - drafted))
-    assert len(cost.asked) == 1, "verifications of all lengths were asked for at once"
-    ratios(policy, batch(cost, [2] * 4, np.array([2000, 1001, 1002, 1003])))
-    assert len(cost.asked) == 2, "another context"
-    ratios(policy, view)
-    ratios(policy, batch(cost, [2] * 3, np.array([1000, 1001, 1002])))
-    assert len(cost.asked) == 3, "a batch of another size"
-    ratios(policy, view)
-    assert len(cost.asked) == 3, "the size of before"
+    policy, contexts = built("aspire", 4), np.array([1000, 1001, 1002, 1003])
+
+    def calls(drafted: int, contexts: np.ndarray) -> int:
+        before = len(cost.asked)
+        ratios(policy, batch(cost, [drafted] * len(contexts), contexts - drafted))
+        return len(cost.asked) - before
+
+    assert calls(2, contexts) == 2, "one for each kind"
+    assert max(cost.asked) <= 2 * 17, "with neighbours of the prices that are due"
+    assert [calls(drafted, contexts) for drafted in range(17)] == [0] * 17, "verifications of all lengths among them"
+    assert calls(2, contexts + [1000, 0, 0, 0]) == 1, "another context"
+    assert calls(2, contexts) == 0
+    assert calls(2, contexts[:3]) == 2, "a batch of another size"
+    assert calls(2, contexts) == 0, "the size of before"
     cost.fixed_prices = False
-    for _ in range(2):
-        ratios(policy, view)
-    assert cost.asked[3:] == [8, 8], "a model that learns is asked at every step"
+    assert [calls(2, contexts) for _ in range(2)] == [1, 1], "a model that learns is asked at every step"
 
 
 def test_a_batch_of_a_new_size_is_priced_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +229,7 @@ def test_what_was_filled_in_is_read_again(steps: list[list[tuple[int, int]]]) ->
         assert len(new) == len(asked[0]) and not new & known
         known |= new
         assert set(pairs) <= known
-        lines.fill(asked, 1.0 + asked[0] + 1000.0 * asked[1])
+        lines.fill(*asked, 1.0 + asked[0] + 1000.0 * asked[1])
         assert lines.unknown(point, number)[0].size == 0
         assert lines.at(point, number) == pytest.approx(1.0 + point + 1000.0 * number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -60,26 +61,25 @@ class CopyPrices:
         self._lacked += 1
         if self._lacked <= _PATIENCE:
             return None
-        self._ask(drafted, sparse_tokens, point)
+        ends = np.concatenate([point, point + 1])
+        if verify_s is None:
+            self._ask(self._verify, PolicyView.fill_verify_features, ends, drafted)
+        if draft_s is None:
+            self._ask(
+                self._draft, PolicyView.fill_draft_features, 0 * ends if self._drafts_alike else ends, sparse_tokens
+            )
         return self.ratio(drafted, sparse_tokens, octaves)
 
-    def _ask(self, drafted: Ints, sparse_tokens: Ints, point: Ints) -> None:
-        """Have all prices that `ratio` reads."""
-        ends = np.concatenate([point, point + 1])
-        verify = self._verify.unknown(ends, np.concatenate([drafted, drafted]))
-        draft = self._draft.unknown(0 * ends if self._drafts_alike else ends, np.concatenate([sparse_tokens] * 2))
-        count = len(draft[0])
-        columns = np.empty((len(FEATURES), count + len(verify[0])))
-        self._what_if(*draft).fill_draft_features(columns[:, :count], self._copies)
-        self._what_if(*verify).fill_verify_features(columns[:, count:], self._copies)
-        seconds = np.maximum(self._model.predict(StepFeatures.from_columns(columns)), _LEAST_S)
-        self._draft.fill(draft, seconds[:count])
-        self._verify.fill(verify, seconds[count:])
-
-    def _what_if(self, point: Ints, tokens: Ints) -> PolicyView:
-        """Rows with contexts of these points that hold, or read, so many ``tokens``."""
+    def _ask(
+        self, lines: _Lines, fill_features: Callable[[PolicyView, Floats, int], None], point: Ints, tokens: Ints
+    ) -> None:
+        """Have the prices of ``lines`` at the points [2 n] of rows that hold, or read, so many ``tokens`` [n]."""
+        point, number = lines.unknown(point, np.concatenate([tokens, tokens]))
         context = np.exp2(point / POINTS_PER_OCTAVE)
-        return replace(self._view, slots=point, drafted=tokens, sparse_tokens=tokens, context_tokens=context)
+        rows = replace(self._view, slots=point, drafted=number, sparse_tokens=number, context_tokens=context)
+        columns = np.empty((len(FEATURES), len(point)))
+        fill_features(rows, columns, self._copies)
+        lines.fill(point, number, np.maximum(self._model.predict(StepFeatures.from_columns(columns)), _LEAST_S))
 
 
 class _Lines:
@@ -116,9 +116,9 @@ class _Lines:
         place = (number[:, None] + np.arange(more)) % self._block
         return self._lacking(point.repeat(more), (number // self._block * self._block)[:, None] + place)
 
-    def fill(self, pairs: tuple[Ints, Ints], seconds: Floats) -> None:
+    def fill(self, point: Ints, number: Ints, seconds: Floats) -> None:
         """Keep the ``seconds`` > 0 of pairs that were `unknown`."""
-        self._seconds[pairs[0] - self._first, pairs[1]] = seconds
+        self._seconds[point - self._first, number] = seconds
 
     def _lacking(self, point: Ints, number: Ints) -> tuple[Ints, Ints]:
         row, number, width = point - self._first, number.ravel(), self._seconds.shape[1]
