@@ -30,8 +30,7 @@ ROWS = {
     "(on a slow host; 0.99 on a fast one, dca33f6)",
     "step.ar_smol_256x7.9k_ms": "autoregressive step, SmolLM2-135M, 256 x 7.9k, end to end",
     "step.ar_smol_128x7.9k_ms": "autoregressive step, SmolLM2-135M, 128 x 7.9k",
-    "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k "
-    "(commit 8294202)",
+    "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k (commit 8294202)",
     "step.draft_smol_128_ms": "draft step, SmolLM2-135M, 128 rows",
     "step.host_bubble_smol_128": "time the GPU waits for the host, 128 rows",
     "kernel.attn_full_llama8b_32x16k": "decode attention, 32 x 16k, 32/8 heads",
