@@ -236,7 +236,7 @@ def test_what_was_filled_in_is_read_again(steps: list[list[tuple[int, int]]]) ->
 
 def test_a_price_of_nothing_is_a_price() -> None:
     """A model that says 0 seconds is not asked for ever."""
-    cost = Counted(cells=0, fixed=True)
+    cost = Counted(cells=1000, fixed=True)
     cost.base, cost.weights = 0.0, 0.0 * cost.weights
     assert ratios(built("aspire", 2), batch(cost, [1, 2], np.array([100, 200]))).now() == pytest.approx([1.0, 1.0])
 
