@@ -16,9 +16,9 @@ _STEPS = 128  # more than there are in any context
 
 
 class CostRatios:
-    """Ratios of the requests of ``view``. Of a model that compares with cells, which is slow to ask, from the ``prices``
-    of batches of its size where they stand and tokens are counted (they are not for requests that have no page list);
-    else from the model itself. ``error``: what each may be off, relative, until it is asked for."""
+    """Ratios of the requests of ``view``: of a model that compares with cells, which is slow to ask, from the
+    ``prices`` of batches of its size where they stand and tokens are counted (they are not for requests that have no
+    page list); else from the model itself. ``error``: what each may be off, relative, until it is asked for."""
 
     def __init__(self, view: PolicyView, model: CostModel, prices: CopyPrices) -> None:
         self._view, self._model, self._count = view, model, len(view.slots)
