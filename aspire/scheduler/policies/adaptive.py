@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError
-from aspire.scheduler.features import CostModel
+from aspire.scheduler.features import CostModel, cells_per_price_of, fixed_prices_of
 from aspire.scheduler.policies.base import Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.policies.copy_prices import CopyPrices
 from aspire.scheduler.policies.cost_ratios import CostRatios
@@ -117,10 +117,16 @@ class Aspire(Policy):
             )
         if model is not self._model:
             self._model, self._prices = model, {}
+        return CostRatios(view, model, self._kept_prices(view, model))
+
+    def _kept_prices(self, view: PolicyView, model: CostModel) -> CopyPrices | None:
+        """Those of batches of this size; None for a model that learns, or has no cells and so is quick to ask."""
+        if not (cells_per_price_of(model) and fixed_prices_of(model)):
+            return None
         of = (len(view.slots), view.full_layer_share, view.select_layer_share)
         if of not in self._prices:
             self._prices[of] = CopyPrices(view, model, len(view.slots), self.d_max)
-        return CostRatios(view, model, self._prices[of])
+        return self._prices[of]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aspire.scheduler.features import CostModel, cells_per_price_of, fixed_prices_of
+from aspire.scheduler.features import CostModel, cells_per_price_of
 from aspire.scheduler.policies.base import Floats, Ints, PolicyView
 from aspire.scheduler.policies.copy_prices import LINE_ERROR, CopyPrices, exact_ratio
 
@@ -16,23 +16,23 @@ _STEPS = 128  # more than there are in any context
 
 
 class CostRatios:
-    """Ratios of the requests of ``view``: of a model that compares with cells, which is slow to ask, from the
-    ``prices`` of batches of its size where they stand and tokens are counted (they are not for requests that have no
-    page list); else from the model itself. ``error``: what each may be off, relative, until it is asked for."""
+    """Ratios of the requests of ``view``: from the ``prices`` that are kept of batches of its size, if there are any,
+    where they stand and tokens are counted (they are not for requests that have no page list); else from the model.
+    ``error``: what each may be off, relative, until it is asked for."""
 
-    def __init__(self, view: PolicyView, model: CostModel, prices: CopyPrices) -> None:
+    def __init__(self, view: PolicyView, model: CostModel, prices: CopyPrices | None) -> None:
         self._view, self._model, self._count = view, model, len(view.slots)
         drafted, sparse, cells = view.drafted, view.sparse_tokens, cells_per_price_of(model)
         self._priced: PricedRows | None = None
         rows: Ints | slice = slice(None)
         ratio: Floats | None = None
-        if cells:  # else it is quick to ask
+        if cells:  # else all are asked for
             octaves = np.log2(view.context_tokens)
             if cells * self._count > _SLOW_TO_PRICE:
                 self._priced = PricedRows.of(drafted, view.context_tokens, octaves)
             if self._priced is not None:
                 rows = self._priced.rows
-            if fixed_prices_of(model) and sparse[sparse.argmin()] >= 0:
+            if prices is not None and sparse[sparse.argmin()] >= 0:
                 ratio = prices.ratio(drafted[rows], sparse[rows], octaves[rows])
         self.error = 0.0 if ratio is None else LINE_ERROR
         self._ratio = exact_ratio(view, model, self._count, rows) if ratio is None else ratio
