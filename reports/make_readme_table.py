@@ -26,8 +26,7 @@ ROWS = {
     "tune.observed_gain_over_ar": "tuned policy over autoregressive, SmolLM2-135M, real text, 128 x 7k, T 0.7",
     "tune.observed_gain_over_aspire_default": "the same over the untuned aspire policy",
     "policy.goodput_over_paper_offline": "goodput policy over the paper's rule, recorded rounds",
-    "policy.goodput_worst_over_ar": "goodput policy, worst cell (4 x 512), over autoregressive "
-    "(on a slow host; 0.99 on a fast one, dca33f6)",
+    "policy.goodput_worst_over_ar": "goodput policy, worst cell (4 x 512), over autoregressive (on a slow host)",
     "step.ar_smol_256x7.9k_ms": "autoregressive step, SmolLM2-135M, 256 x 7.9k, end to end",
     "step.ar_smol_128x7.9k_ms": "autoregressive step, SmolLM2-135M, 128 x 7.9k",
     "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k (commit 8294202)",
