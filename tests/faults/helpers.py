@@ -62,3 +62,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seco
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing happened in time"
         time.sleep(0.01)
+
+
+def written(path: Path) -> bool:
+    """Whether ``path`` holds anything: a file is there before its first line is."""
+    return path.exists() and path.stat().st_size > 0

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.cli.helpers import run
-from tests.faults.helpers import TINY, random_prompts, records, start, texts, wait_for
+from tests.faults.helpers import TINY, random_prompts, records, start, texts, wait_for, written
 
 COUNT, TOKENS = 16, 160
 WORK = ["generate", *TINY, *random_prompts(COUNT, 20, TOKENS), "--policy", "fixed:g=3"]
@@ -33,7 +33,7 @@ def resumes(output: Path, whole: dict[str, list[int]]) -> None:
 def test_a_killed_run_keeps_what_it_finished_and_is_continued(tmp_path: Path, whole: dict[str, list[int]]) -> None:
     output = tmp_path / "outputs.jsonl"
     process = start(*WORK, "-o", output)
-    wait_for(output.exists, process)
+    wait_for(lambda: written(output), process)
     process.kill()
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
@@ -47,7 +47,7 @@ def test_a_killed_run_keeps_what_it_finished_and_is_continued(tmp_path: Path, wh
 def test_the_first_interrupt_finishes_what_runs(tmp_path: Path, whole: dict[str, list[int]]) -> None:
     output = tmp_path / "outputs.jsonl"
     process = start(*WORK, "-o", output, "--output-dir", tmp_path / "run")
-    wait_for(output.exists, process)
+    wait_for(lambda: written(output), process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1, err
@@ -63,7 +63,7 @@ def test_the_second_interrupt_stops_now(tmp_path: Path, whole: dict[str, list[in
     output = tmp_path / "outputs.jsonl"
     long = ["generate", *TINY, *random_prompts(COUNT, 20, 480), "--policy", "fixed:g=3"]
     process = start(*long, "-o", output, "--output-dir", tmp_path / "run")
-    wait_for(output.exists, process)
+    wait_for(lambda: written(output), process)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     said = ""
