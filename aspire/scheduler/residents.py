@@ -102,13 +102,16 @@ class Residents:
         """The slot of a running request."""
         return self._slot_of.get(request_id)
 
-    def admit(self, growth: int = 0) -> None:
+    def admit(self, growth: int = 0, prompt_tokens: int | None = None) -> None:
         """Move waiting requests into free slots while their prompts' pages fit, beside the ``growth`` pages that those
-        who run need now."""
+        who run need now, and while fewer than ``prompt_tokens`` tokens of prompts come before theirs: those behind
+        could not begin in this step."""
         if not self.slots.num_free:
             return
         watermark = max(growth, int(self.config.watermark * self.pages.num_usable))
         while self.slots.num_free and (request := self._waiting.head()) is not None:
+            if prompt_tokens is not None and self._prompts_before(request) >= prompt_tokens:
+                return
             known = request.prompt_tokens + request.generated
             pages = -(-known // self.config.block_size)
             spare = watermark if self._slot_of else 0  # one that fits alone must get in
@@ -154,6 +157,12 @@ class Residents:
                 f"{name} needs {pages} KV pages for prompt and max_tokens, the pool has {self.pages.num_usable}; "
                 "lower max_tokens or raise --gpu-memory-utilization"
             )
+
+    def _prompts_before(self, request: Request) -> int:
+        """Tokens that running requests no less urgent than the waiting ``request`` have still to compute."""
+        slots = self.slots
+        before = slots.active & ~slots.primed & (slots.priority <= request.priority)
+        return int(np.add.reduce(slots.known[before] - slots.computed[before]))
 
     def _limit(self, request: Request) -> int:
         return min(request.prompt_tokens + request.max_tokens, self.config.max_model_len)

@@ -100,7 +100,7 @@ class Scheduler(StepsInFlight):
         growth = int(np.add.reduce(short))
         if self._in_flight and growth > self.pages.num_free:
             return None  # whom to preempt depends on who is left
-        self.admit(growth)
+        self.admit(growth, self.config.max_num_batched_tokens)
         prefilling = _NOBODY
         if np.count_nonzero(slots.primed) < len(self._slot_of):
             prefilling = (slots.active & ~slots.primed).nonzero()[0]

@@ -201,6 +201,17 @@ def test_room_is_left_for_running_requests_to_grow() -> None:
     assert scheduler.counts.running == 1 and scheduler.slot_of("r1") is not None
 
 
+def test_nobody_moves_in_before_a_step_that_has_room_for_the_prompt() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=64)
+    add(scheduler, (40, 8), (40, 8), (40, 8))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.query_tokens.tolist() == [40, 24]
+    assert scheduler.counts.running == 2 and scheduler.slot_of("r2") is None
+    add(scheduler, (8, 8), priority=-1)
+    urgent = scheduler.schedule()  # its prompt comes before what is left of the others'
+    assert urgent is not None and "r3" in urgent.requests and scheduler.slot_of("r2") is not None
+
+
 def test_a_draft_is_never_longer_than_what_is_left_to_generate() -> None:
     scheduler = scheduler_of("fixed", {"g": 16}, max_model_len=64)
     add(scheduler, (20, 6), (60, 100), (63, 5))
