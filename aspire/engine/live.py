@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +42,10 @@ class LiveRequest:
     streamed: list[int] = field(default_factory=list)  # output tokens handed out
     spelled: int = 0  # output tokens that ``text`` has seen, where there are no stop strings
 
-    def name_pages(self, known: NDArray[np.int32]) -> None:
-        """Name the full pages of the tokens ``known`` [n], prompt first."""
+    def name_pages(self, known: NDArray[np.int32]) -> tuple[bytes, ...]:
+        """Names of the full pages of the tokens ``known`` [n], prompt first."""
         self.page_names = page_hashes(known, self.page_names)
+        return self.page_names
 
     def spell(self, known: NDArray[np.int32], *, ends: bool = False) -> None:
         """Bring the text up to the tokens ``known`` [n], prompt first; ``ends``: the last of them is a stop token.
@@ -123,16 +125,18 @@ class LiveRequests(dict[str, LiveRequest]):
                 if live.metrics.first_scheduled_s is None:
                     live.metrics.first_scheduled_s = now_s
 
-    def released(self, slot: int, request: Request) -> None:
-        """A request left its slot: keep its tokens; nothing of it may be read there any more."""
+    def released(self, slot: int, request: Request) -> Callable[[], tuple[bytes, ...]] | None:
+        """A request left its slot: keep its tokens; nothing of it may be read there any more. Returns what names its
+        pages, which takes longer."""
+        names = None
         live, sequences = self.get(request.request_id), self._sequences
         if live is not None and sequences.owner[slot] == live.number:
             live.token_ids = sequences.tokens[slot, : request.prompt_tokens + request.generated].copy()
             live.cumulative_logprob = float(sequences.cumulative_logprob[slot])
             if self._names_pages:
-                live.name_pages(live.token_ids)
-                request.page_hashes = live.page_names
+                names = partial(live.name_pages, live.token_ids)
         sequences.vacate(slot)
+        return names
 
     def known_of(self, live: LiveRequest, slot: int | None) -> NDArray[np.int32]:
         """Prompt and committed output [n] of a request that runs in ``slot``, or waits (None)."""

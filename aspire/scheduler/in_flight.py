@@ -6,8 +6,6 @@ Verifications are taken to commit one token each, their minimum. What they commi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,7 +14,7 @@ from aspire.scheduler.config import SchedulerConfig
 from aspire.scheduler.plan import StepOutcome, StepPlan
 from aspire.scheduler.policies import Feedback, Policy
 from aspire.scheduler.request import FinishReason, Request
-from aspire.scheduler.residents import Residents
+from aspire.scheduler.residents import OnRelease, Residents
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -32,21 +30,23 @@ class StepsInFlight(Residents):
 
     policy: Policy
 
-    def __init__(self, config: SchedulerConfig, on_release: Callable[[int, Request], None] | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, on_release: OnRelease | None = None) -> None:
         super().__init__(config, on_release)
         self._in_flight: list[StepPlan] = []
         self._every = np.ones(config.max_num_seqs, dtype=bool)  # a mask of all rows; nobody writes to it
 
     def learn(self) -> None:
-        """What the policy need not know before it plans the next step. For an executor that would only wait for the
-        step in flight; `update` makes up for it, with the same plans to follow."""
+        """What the next step need not wait for. For an executor that would only wait for the step in flight; `update`
+        makes up for it, with the same plans to follow."""
         self.policy.learn()
+        self.clear_up()
 
     def update(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
         """Apply what came of ``plan``, the oldest in flight; returns the requests that finished in it."""
         if not self._in_flight or self._in_flight[0] is not plan:
             raise UsageError("update takes the plans of schedule in their order, each once")
         del self._in_flight[0]
+        self.clear_up()
         slots = self.slots
         # nobody left since the step was planned: views, not copies
         rows = _EVERY if slots.departures == plan.departures else self.alive(plan)
@@ -63,6 +63,8 @@ class StepsInFlight(Residents):
                 request = self._leave(int(rows_slots[index]), trusted=finish[index] != _ERROR)
                 self._finish(request, FinishReason(int(finish[index])))
                 finished.append(request)
+            if not self.requests:
+                self.clear_up()
         if drafts is not None:
             self._roll_back(plan, rows, drafts if goes_on is None else drafts * goes_on)
         return finished

@@ -88,18 +88,18 @@ class PageTable:
             self.owners[physical] += 1
         return self._append(slot, physical)
 
-    def publish(self, slot: int, names: Sequence[Name], pages: int) -> None:
-        """The first ``pages`` pages of ``slot`` are full, committed and never written again: ``names`` find them."""
-        count = min(pages, len(names), int(self.held[slot]))
-        own = self.table[slot, :count]
+    def held_by(self, slot: int) -> NDArray[np.int32]:
+        """Pages of ``slot``, in the order of its tokens; a view."""
+        return self.table[slot, : self.held[slot]]
+
+    def publish(self, own: NDArray[np.int32], names: Sequence[Name], pages: int) -> None:
+        """The first ``pages`` of the pages ``own`` are full, committed and never written again: ``names`` find them."""
+        count = min(pages, len(names), len(own))
+        own = own[:count]
         named = self.prefixes.named[own]
         if np.count_nonzero(named) < count:
             first = int(named.argmin())
             self.prefixes.name(own[first:], names[first:count])
-
-    def forget(self, slot: int) -> None:
-        """The content of the pages of ``slot`` is not to be trusted: nobody shall find them."""
-        self.prefixes.forget(self.table[slot, : self.held[slot]])
 
     def forget_all(self) -> None:
         """No page shall be found by its content any more."""
@@ -119,11 +119,32 @@ class PageTable:
                 self._push(last[::-1])
                 return
         for slot, keep in zip(slots.tolist(), pages.tolist(), strict=True):
-            self._cut(slot, keep)
+            self.free(self.detach(slot, keep))
 
-    def release(self, slot: int) -> None:
-        """Free all pages of ``slot``."""
-        self._cut(slot, 0)
+    def detach(self, slot: int, keep: int = 0) -> NDArray[np.int32]:
+        """``slot`` holds its first ``keep`` pages from now on. Returns the others, to `free` them."""
+        held = int(self.held[slot])
+        if held <= keep:
+            return self.table[slot, :0]
+        pages = self.table[slot, keep:held].copy()
+        self.table[slot, keep:held] = 0
+        self.held[slot] = keep
+        return pages
+
+    def free(self, pages: NDArray[np.int32]) -> None:
+        """One holder less of each of the ``pages``, which were detached."""
+        if not len(pages):
+            return
+        self.owners[pages] -= 1
+        shared = self.owners[pages]
+        if np.count_nonzero(shared):
+            pages = pages[shared == 0]
+        named = self.prefixes.named[pages]
+        if count := np.count_nonzero(named):
+            # the last pages of a prefix are taken first: without its first ones the others cannot be found
+            self.prefixes.retire((pages if count == len(pages) else pages[named])[::-1])
+            pages = pages[~named]
+        self._push(pages)
 
     def _append(self, slot: int, physical: NDArray[np.int32]) -> Ints:
         """``physical`` become the next pages of ``slot``; returns entries [n, 3]."""
@@ -144,25 +165,6 @@ class PageTable:
         taken = self._free[self._num_free : self._num_free + count][::-1]
         self.owners[taken] = 1
         return taken
-
-    def _cut(self, slot: int, keep: int) -> None:
-        """``slot`` lets go of its pages after the first ``keep``."""
-        held = int(self.held[slot])
-        if held <= keep:
-            return
-        free = self.table[slot, keep:held].copy()
-        self.table[slot, keep:held] = 0
-        self.held[slot] = keep
-        self.owners[free] -= 1
-        shared = self.owners[free]
-        if np.count_nonzero(shared):
-            free = free[shared == 0]
-        named = self.prefixes.named[free]
-        if count := np.count_nonzero(named):
-            # the last pages of a prefix are taken first: without its first ones the others cannot be found
-            self.prefixes.retire((free if count == len(free) else free[named])[::-1])
-            free = free[~named]
-        self._push(free)
 
     def _push(self, physical: NDArray[np.int32]) -> None:
         count = len(physical)

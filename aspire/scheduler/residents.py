@@ -5,7 +5,7 @@ Admission by pages with a watermark, pages shared by equal prefixes, and whom to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from aspire.errors import CapacityError, InputError
 from aspire.scheduler.config import SchedulerConfig
 from aspire.scheduler.pages import PageTable
+from aspire.scheduler.prefix_cache import Name
 from aspire.scheduler.request import FinishReason, Request, RequestState
 from aspire.scheduler.slots import Slots
 from aspire.scheduler.waiting import WaitingQueue
 
 Ints = NDArray[np.int64]
-
+OnRelease = Callable[[int, Request], Callable[[], Sequence[Name]] | None]
 
 PAGES_TO_WAIT_FOR = 16
 """Fewer pages are computed again: 256 prompt tokens add less to a step than two steps of waiting take."""
@@ -36,14 +37,26 @@ class Counts:
     rejected: int
 
 
+@dataclass(frozen=True)
+class _Gone:
+    """A request that left its slot, and pages that it holds until `Residents.clear_up`."""
+
+    request: Request
+    pages: NDArray[np.int32]
+    computed: int  # tokens
+    trusted: bool
+    names: Callable[[], Sequence[Name]] | None
+
+
 class Residents:
     """Requests in the queue and in the slots, and the pages that they hold.
 
-    ``on_release(slot, request)`` is called when a request leaves its slot (finished, aborted or preempted); it may add
-    to ``request.page_hashes`` those of the pages that the request generated.
+    ``on_release(slot, request)`` is called when a request leaves its slot (finished, aborted or preempted). It may
+    return what names the pages of all its tokens, generated ones too, when it is called; without, those of its
+    ``page_hashes`` are known.
     """
 
-    def __init__(self, config: SchedulerConfig, on_release: Callable[[int, Request], None] | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, on_release: OnRelease | None = None) -> None:
         self.config = config
         self.slots = Slots(config.max_num_seqs)
         self.pages = PageTable(config.num_pages, config.max_num_seqs, config.pages_per_slot)
@@ -51,6 +64,7 @@ class Residents:
         self._slot_of: dict[str, int] = {}
         self._waiting = WaitingQueue()
         self._on_release = on_release
+        self._gone: list[_Gone] = []
         self._new_pages: list[Ints] = []  # block-table entries not yet handed to an executor
         self._everyone: tuple[str, ...] | None = None  # ids of all who run, in slot order, once asked for
         self._arrived = self._finished = self._rejected = 0
@@ -80,7 +94,34 @@ class Residents:
         self._finish(request, reason)
         if slot is None:
             self._waiting.note_ended()
+        else:
+            self.clear_up()
         return True
+
+    def clear_up(self) -> None:
+        """Free the pages of requests that left, and name them for others to find. A step need not wait for this: who
+        runs out of pages does it first."""
+        for gone in self._gone:
+            if self.config.enable_prefix_caching:
+                if gone.names is not None:
+                    gone.request.page_hashes = gone.names()
+                if not gone.trusted:
+                    self.pages.prefixes.forget(gone.pages)
+                elif not self.config.lossy:  # what lossy decoding wrote is no KV of full attention
+                    self.pages.publish(gone.pages, gone.request.page_hashes, gone.computed // self.config.block_size)
+            self.pages.free(gone.pages)
+        self._gone.clear()
+
+    def has_free(self, pages: int) -> bool:
+        """Whether so many pages are free."""
+        if pages > self.pages.num_free:
+            self.clear_up()
+        return pages <= self.pages.num_free
+
+    @property
+    def pages_of_gone(self) -> NDArray[np.int32]:
+        """Pages of requests that left, until `clear_up`; those of several of them several times."""
+        return np.concatenate([np.empty(0, dtype=np.int32), *(gone.pages for gone in self._gone)])
 
     @property
     def counts(self) -> Counts:
@@ -91,6 +132,7 @@ class Residents:
 
     def reset_prefix_cache(self) -> None:
         """No request finds pages that others computed before."""
+        self.clear_up()
         self.pages.forget_all()
 
     @property
@@ -116,8 +158,13 @@ class Residents:
             pages = -(-known // self.config.block_size)
             spare = watermark if self._slot_of else 0  # one that fits alone must get in
             found = self._prefix_pages(request, known)
-            if found is None or pages - len(found) + self.pages.prefixes.idle(found) + spare > self.pages.num_free:
+            if found is None:
                 return
+            if pages - len(found) + self.pages.prefixes.idle(found) + spare > self.pages.num_free:
+                if not self._gone:
+                    return
+                self.clear_up()
+                continue
             self._waiting.pop()
             slot = self.slots.occupy(request, self._limit(request))
             self._slot_of[request.request_id] = slot
@@ -191,7 +238,7 @@ class Residents:
         for slot, tokens in zip(rows.tolist(), computed.tolist(), strict=True):
             request = self.slots.requests[slot]
             if request is not None:
-                self.pages.publish(slot, request.page_hashes, tokens // self.config.block_size)
+                self.pages.publish(self.pages.held_by(slot), request.page_hashes, tokens // self.config.block_size)
 
     def _ids_of(self, rows: Ints) -> tuple[str, ...]:
         if len(rows) < len(self._slot_of):
@@ -217,26 +264,22 @@ class Residents:
 
     def _preempt(self, slot: int, *, trusted: bool = True) -> str:
         request = self._leave(slot, trusted=trusted)
+        self.clear_up()
         request.preemptions += 1
         request.state = RequestState.WAITING
         self._waiting.push(request)
         return request.request_id
 
     def _leave(self, slot: int, *, trusted: bool = True) -> Request:
-        """Take the request out of ``slot``; what it computed can be found again if it is ``trusted``."""
+        """Take the request out of ``slot``; once cleared up, what it computed can be found again if it is
+        ``trusted``."""
         request = self.slots.vacate(slot)
         del self._slot_of[request.request_id]
         self._everyone = None
-        if self._on_release is not None:
-            self._on_release(slot, request)
-        if self.config.enable_prefix_caching:
-            self.pages.prefixes.withdraw(slot)
-            if not trusted:
-                self.pages.forget(slot)
-            elif not self.config.lossy:  # what lossy decoding wrote is no KV of full attention
-                computed = int(self.slots.computed[slot])
-                self.pages.publish(slot, request.page_hashes, computed // self.config.block_size)
-        self.pages.release(slot)
+        names = None if self._on_release is None else self._on_release(slot, request)
+        self.pages.prefixes.withdraw(slot)
+        computed = int(self.slots.computed[slot])
+        self._gone.append(_Gone(request, self.pages.detach(slot), computed, trusted, names))
         return request
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

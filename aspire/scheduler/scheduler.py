@@ -8,7 +8,6 @@ verifications may commit (`Slots.slack`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from aspire.scheduler.features import CostModel, StepFeatures
 from aspire.scheduler.in_flight import StepsInFlight
 from aspire.scheduler.plan import Mode, StepPlan
 from aspire.scheduler.policies import MAX_DRAFT, Action, PolicySpec, PolicyView
-from aspire.scheduler.request import Request
+from aspire.scheduler.residents import OnRelease
 from aspire.scheduler.slots import SlotRows, index_of
 
 Ints = NDArray[np.int64]
@@ -43,7 +42,7 @@ class Scheduler(StepsInFlight):
         config: SchedulerConfig,
         policy: PolicySpec,
         cost_model: CostModel | None = None,
-        on_release: Callable[[int, Request], None] | None = None,
+        on_release: OnRelease | None = None,
     ) -> None:
         super().__init__(config, on_release)
         self.cost_model = cost_model
@@ -98,7 +97,7 @@ class Scheduler(StepsInFlight):
         # for the KV that a decoding row may write in this step
         short = self.pages.short(at, (state.context + state.slack + (block - 1)) // block)
         growth = int(np.add.reduce(short))
-        if self._in_flight and growth > self.pages.num_free:
+        if self._in_flight and not self.has_free(growth):
             return None  # whom to preempt depends on who is left
         self.admit(growth, self.config.max_num_batched_tokens)
         prefilling = _NOBODY
@@ -170,7 +169,7 @@ class Scheduler(StepsInFlight):
             modes, kept, query, short = modes[fits], kept[fits], query[fits], short[fits]
         if len(kept) < len(decoding):
             growth = int(np.add.reduce(short))
-        while growth > self.pages.num_free:
+        while not self.has_free(growth):
             victim = self._victim()
             preempted.append(self._preempt(victim))
             stays = kept != victim

@@ -46,7 +46,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SLOTS - 1))
     def release(self, slot: int) -> None:
-        self.table.release(slot)
+        self.table.free(self.table.detach(slot))
         self.model[slot] = []
 
     @invariant()
@@ -67,7 +67,7 @@ def test_every_page_can_be_handed_out_again() -> None:
     for _ in range(3):
         first = table.grow(np.array([0]), np.array([8]))
         assert sorted(first[:, 2].tolist()) == list(range(1, 9)) and table.num_free == 0
-        table.release(0)
+        table.free(table.detach(0))
     assert table.num_free == table.num_usable == 8
 
 

@@ -67,7 +67,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, SLOTS - 1), pages=st.integers(0, WIDTH))
     def publish(self, slot: int, pages: int) -> None:
-        self.table.publish(slot, self.names(self.family[slot]), pages)
+        self.table.publish(self.table.held_by(slot), self.names(self.family[slot]), pages)
 
     @rule(slot=st.integers(0, SLOTS - 1), keep=st.integers(0, WIDTH))
     def leave(self, slot: int, keep: int) -> None:
@@ -77,7 +77,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(slot=st.integers(0, SLOTS - 1))
     def distrust(self, slot: int) -> None:
         pages = self.held[slot]
-        self.table.forget(slot)
+        self.table.prefixes.forget(self.table.held_by(slot))
         assert not self.table.prefixes.named[pages].any()
 
     @precondition(lambda self: self.table.prefixes.named.any())
@@ -102,15 +102,15 @@ TestPrefixes = PrefixMachine.TestCase
 def filled(table: PageTable, slot: int, names: list[int]) -> list[int]:
     """``slot`` computes and publishes the pages of ``names``."""
     pages = table.grow(np.array([slot]), np.array([len(names)]))[:, 2].tolist()
-    table.publish(slot, names, len(names))
+    table.publish(table.held_by(slot), names, len(names))
     return pages
 
 
 def test_the_longest_unused_page_is_taken_first_and_the_end_of_a_prefix_before_its_begin() -> None:
     table = PageTable(7, 3, 6)
     first, second = filled(table, 0, [1, 2, 3]), filled(table, 1, [11, 12, 13])
-    table.release(1)
-    table.release(0)
+    table.free(table.detach(1))
+    table.free(table.detach(0))
     assert table.num_free == 6 and table.prefixes.num_idle == 6
     taken = table.grow(np.array([2]), np.array([4]))[:, 2].tolist()
     assert sorted(taken) == sorted([*second, first[2]])
@@ -121,11 +121,11 @@ def test_a_prefix_in_use_is_never_taken() -> None:
     table = PageTable(7, 3, 6)
     pages = filled(table, 0, [1, 2, 3])
     table.adopt(1, table.prefixes.match([1, 2, 9], 3))
-    table.release(0)
+    table.free(table.detach(0))
     assert table.owners[pages].tolist() == [1, 1, 0] and table.num_free == 4
     taken = table.grow(np.array([2]), np.array([4]))[:, 2].tolist()
     assert not set(taken) & set(pages[:2])
-    table.release(1)
+    table.free(table.detach(1))
     assert table.prefixes.match([1, 2, 3], 3) == pages[:2]
 
 
@@ -133,9 +133,9 @@ def test_equal_pages_computed_twice_keep_one_name() -> None:
     table = PageTable(7, 2, 6)
     first, second = filled(table, 0, [1, 2]), filled(table, 1, [1, 2])
     assert table.prefixes.match([1, 2], 2) == first
-    table.release(1)
+    table.free(table.detach(1))
     assert table.prefixes.num_idle == 0 and not table.prefixes.named[second].any()
-    table.release(0)
+    table.free(table.detach(0))
     assert table.prefixes.num_idle == 2 and table.num_free == 6
 
 
@@ -147,7 +147,7 @@ def test_promises_are_kept_or_withdrawn(delivered: int) -> None:
     prefixes.promise(1, [2, 3])
     assert [prefixes.promised_by(name) for name in (1, 2, 3)] == [0, 0, 1]
     table.grow(np.array([0]), np.array([2]))
-    table.publish(0, [1, 2], delivered)
+    table.publish(table.held_by(0), [1, 2], delivered)
     assert [prefixes.promised_by(name) for name in (1, 2)] == [None] * delivered + [0] * (2 - delivered)
     prefixes.withdraw(0)
     assert [prefixes.promised_by(name) for name in (1, 2, 3)] == [None, None, 1]

@@ -51,7 +51,8 @@ def check(scheduler: Scheduler) -> None:
     """What holds between steps."""
     counts, pages = scheduler.counts, scheduler.pages
     assert counts.arrived == counts.waiting + counts.running + counts.finished + counts.rejected
-    assert pages.num_free + int(pages.held.sum()) == pages.num_usable
+    gone = len(scheduler.pages_of_gone)
+    assert pages.num_free + int(pages.held.sum()) + gone == pages.num_usable
     states = Counter(request.state for request in scheduler.requests.values())
     assert states == +Counter({RequestState.WAITING: counts.waiting, RequestState.RUNNING: counts.running})
 
@@ -199,6 +200,22 @@ def test_room_is_left_for_running_requests_to_grow() -> None:
     scheduler.abort("r0")
     scheduler.admit()
     assert scheduler.counts.running == 1 and scheduler.slot_of("r1") is not None
+
+
+def test_pages_of_a_request_that_ended_come_free_when_there_is_time_or_need() -> None:
+    for needed in (False, True):
+        scheduler = scheduler_of(num_pages=9, max_model_len=128)
+        add(scheduler, (60, 1), (60, 8))
+        executor = FakeExecutor(scheduler)
+        executor.step()
+        assert len(scheduler.pages_of_gone) == 4 and scheduler.pages.num_free == 0
+        if needed:
+            add(scheduler, (40, 1))
+            assert scheduler.schedule() is not None and scheduler.slot_of("r2") is not None
+        else:
+            scheduler.learn()
+            assert scheduler.pages.num_free == 4
+        assert not len(scheduler.pages_of_gone)
 
 
 def test_nobody_moves_in_before_a_step_that_has_room_for_the_prompt() -> None:
