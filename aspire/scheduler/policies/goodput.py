@@ -15,7 +15,7 @@ from aspire.errors import UsageError
 from aspire.scheduler.features import CostModel
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.policies.pace import Pace
-from aspire.scheduler.policies.prices import EMPTY, Prices, price_batch
+from aspire.scheduler.policies.prices import EMPTY, PriceCurve, Prices, price_curve
 from aspire.scheduler.policies.rounds import plan_round
 from aspire.scheduler.slots import index_of
 from aspire.scheduler.survival import SurvivalModel, best_rate, worth_drafting
@@ -77,10 +77,11 @@ def _comparable(requests: int, others: int) -> bool:
 
 @dataclass
 class _Standing:
-    """Prices that stand until they are old or the batch is another one. ``age``: steps in which they stood; ``common``:
-    by them the batch goes in common rounds."""
+    """Prices that stand until they are old or the batch is another one; ``curve``: half of those to come. ``age``:
+    steps in which they stood; ``common``: by them the batch goes in common rounds."""
 
     prices: Prices | None = None
+    curve: PriceCurve | None = None
     age: int = 0
     common: bool = False
 
@@ -103,6 +104,7 @@ class Goodput(Policy):
         self._alone, self._beside = _Standing(), _Standing()  # of steps without and with prompts
         self._standing = self._alone
         self._stale: PolicyView | None = None  # the batch whose standing prices are old
+        self._asked = False  # the cost model, since the last plan
         self._drafting = False  # the step planned last only drafts
         self._model: CostModel | None = None
         self._empty_s = 0.0  # an empty step of the model
@@ -133,7 +135,7 @@ class Goodput(Policy):
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         count, held = len(view.slots), np.count_nonzero(view.drafted)
-        self._drafting = False
+        self._drafting = self._asked = False
         if not count or not self.d_max:
             return np.full(count, _VERIFY)
         self._prompt_steps = self._prompt_steps + 1 if view.other.query_tokens else 0
@@ -212,16 +214,22 @@ class Goodput(Policy):
         """Learn from the rounds that ended last, and from a rest that is over; price the batch anew, or its latest
         steps, where it is time to.
 
-        To price takes longer than a step in which a large batch drafts: a common round is waited for, its verification
-        is long enough.
+        To price takes longer than a step in which a batch drafts or few requests verify: a common round is waited for,
+        its verification is long enough; else two steps share the work.
         """
         self.survival.learn()
         if self.resting and not self._rest and not self._prompt_steps:  # the next step is planned again
             self._catch_up()
         view, now, model = self._stale, self._standing, self._model
+        if self._asked:
+            return
         patience = 2 * REPRICE_STEPS if self._drafting else REPRICE_STEPS
         if view is not None and model is not None and not (self._drafting and now.age < patience):
-            self._reprice(now, view, model)
+            self._asked = True
+            if now.curve is not None or now.common:
+                self._reprice(now, view, model)
+            else:
+                now.curve = self._curve_of(view, model)
         elif now.age:  # prices that are as new as the plan: one call of the cost model a step is enough
             self._pace.settle(patience)
 
@@ -285,25 +293,29 @@ class Goodput(Policy):
         now.age += 1
         prices, self._stale = now.prices, None
         if prices is None or not _comparable(len(view.slots), prices.requests):
+            now.curve = None
             prices = self._reprice(now, view, model)
         elif self._outdated(prices, view):
             self._stale = view
         return prices.ar_rate * self._pace.rate
 
+    def _curve_of(self, view: PolicyView, model: CostModel) -> PriceCurve:
+        return price_curve(view, model, self.survival.unseen_acceptance(view.slots), self._empty_s)
+
     def _reprice(self, now: _Standing, view: PolicyView, model: CostModel) -> Prices:
-        """Prices of the batch of ``view``, which stand from ``now`` on."""
-        before, assumed = now.prices, self.survival.unseen_acceptance(view.slots)
-        prices = now.prices = price_batch(view, model, assumed, self._empty_s)
-        now.age, self._stale = 0, None
+        """Prices of the batch of ``view``, or of the one whose curve there is, which stand from ``now`` on."""
+        before, curve = now.prices, now.curve or self._curve_of(view, model)
+        prices = now.prices = curve.around(model)
+        now.age, now.curve, self._stale = 0, None, None
         common = prices.rounds.rate / prices.ar_rate
-        if before is not None and before.requests != len(view.slots) and now is self._alone:
+        if before is not None and before.requests != prices.requests and now is self._alone:
             self._pace.limit(prices.promise / before.promise)
         # one step in which all verify beats some verifying in every step, or the other way round
         now.common = common > prices.speedup * (1.0 - _MODE_HYSTERESIS if now.common else 1.0 + _MODE_HYSTERESIS)
         if now is self._alone or self._alone.prices is None:  # the pace leaves prompts out of account
             self._pace.reprice(model, prices.ar_rate, common, together=now.common)
         if not self._pace.started:
-            self._pace.start(prices.promise, len(view.slots))
+            self._pace.start(prices.promise, prices.requests)
         return prices
 
     def _promising(self, prices: Prices) -> bool:

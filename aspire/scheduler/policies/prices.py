@@ -55,7 +55,49 @@ class Prices:
         return np.asarray(price)
 
 
+@dataclass(frozen=True)
+class PriceCurve:
+    """Half of the `Prices` of a batch of ``requests``: seconds by draft length. The other half are chords `around` the
+    best one. Each is a call of the cost model, so that two steps can share the work."""
+
+    requests: int
+    seconds: Floats  # [d_max + 1] of the mean step when all requests draft 0, 1, .. a round
+    rates: Floats  # [d_max + 1] tokens per second in such rounds
+    ar_rate: float
+    rounds: RoundPrices
+    reach: Floats  # [len(FEATURES), 5] of the whole batch: a draft row, a token, a verification, its lists, its context
+    best: StepFeatures  # half of the mean step of the best draft length
+    mean_sparse: float
+    mean_context: float
+
+    def around(self, model: CostModel) -> Prices:
+        """The prices; ``model``: the one that priced the curve."""
+        count, best = self.requests, int(self.rates.argmax())
+        chords_s = model.marginal(self.best, StepFeatures.from_columns(self.reach))
+        row, token, verify_s, sparse, context = (np.maximum(chords_s, 0.0) / count).tolist()
+        rows_s = count * (best * (row + token) + verify_s) / (best + 1.0)
+        step_s = float(self.seconds[best])
+        return Prices(
+            requests=count,
+            row=row,
+            token=token,
+            sparse_token=sparse / max(self.mean_sparse, 1.0),
+            context_token=context / max(self.mean_context, 1.0),
+            shared=min(max(step_s - rows_s, 0.0), max(step_s, 0.0)),
+            ar_rate=self.ar_rate,
+            speedup=float(self.rates[best]) / self.ar_rate,
+            mean_sparse=self.mean_sparse,
+            mean_context=self.mean_context,
+            rounds=self.rounds,
+        )
+
+
 def price_batch(view: PolicyView, model: CostModel, acceptance: Floats, empty_s: float | None = None) -> Prices:
+    """Price the rows of ``view`` at once, see `price_curve`."""
+    return price_curve(view, model, acceptance, empty_s).around(model)
+
+
+def price_curve(view: PolicyView, model: CostModel, acceptance: Floats, empty_s: float | None = None) -> PriceCurve:
     """Price the rows of ``view``; ``acceptance`` [n, d_max] of draft 1..d_max given those before, margins unknown.
 
     The whole curve: seconds of the mean step when all requests draft g a round, for every g, stairs of the graph
@@ -93,21 +135,14 @@ def price_batch(view: PolicyView, model: CostModel, acceptance: Floats, empty_s:
     rates = count * tokens / (lengths + 1.0) / np.maximum(seconds, 1e-12)
     best = int(rates.argmax())
     ar_rate = count / max(empty_s + float(added_s[len(lengths)]), 1e-12)
-    around = StepFeatures.from_columns(beside + 0.5 * steps[:, best : best + 1])
-    chords_s = model.marginal(around, StepFeatures.from_columns(count * reach))
-    row, token, verify_s, sparse, context = (np.maximum(chords_s, 0.0) / count).tolist()
-    rows_s = count * (best * (row + token) + verify_s) / (best + 1.0)
-    step_s = float(seconds[best])
-    return Prices(
+    return PriceCurve(
         requests=count,
-        row=row,
-        token=token,
-        sparse_token=sparse / max(mean_sparse, 1.0),
-        context_token=context / max(mean_context, 1.0),
-        shared=min(max(step_s - rows_s, 0.0), max(step_s, 0.0)),
+        seconds=seconds,
+        rates=rates,
         ar_rate=ar_rate,
-        speedup=float(rates[best]) / ar_rate,
+        rounds=price_rounds(added_s[len(lengths) + 1 :], empty_s, count, tokens),
+        reach=count * reach,
+        best=StepFeatures.from_columns(beside + 0.5 * steps[:, best : best + 1]),
         mean_sparse=mean_sparse,
         mean_context=mean_context,
-        rounds=price_rounds(added_s[len(lengths) + 1 :], empty_s, count, tokens),
     )
