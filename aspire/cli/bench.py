@@ -42,6 +42,13 @@ class _Contender:
         rates = self.throughputs()
         return self.runs[sorted(range(len(rates)), key=rates.__getitem__)[(len(rates) - 1) // 2]]
 
+    def note_repeats(self) -> None:
+        """Keep the latencies of all runs in the summary of the median one: each is one sample of a first step."""
+        summaries = [one.run.summary for one in self.runs]
+        if len(summaries) > 1:
+            names = [name for name in summaries[0] if name.endswith("_ms") and all(name in one for one in summaries)]
+            self.median().run.summary["repeats"] = {name: [one[name] for one in summaries] for name in names}
+
 
 def _bench(
     engine: EngineChoice,
@@ -127,6 +134,8 @@ def _bench(
                 contender.runs.append(measured)
                 console.say(f"{label}: {contender.throughputs()[-1]:.1f} tok/s decode-only")
     contenders = [contender for contender in contenders if contender.runs]
+    for contender in contenders:
+        contender.note_repeats()
     results = [_result(contender, contenders, prices) for contender in contenders]
     for contender in contenders:
         write_run(output_dir / contender.name, contender.median().run)

@@ -63,7 +63,7 @@ def test_bench_compares_policies_on_the_same_prompts(loop: Path, tmp_path: Path)
     evidence = tmp_path / "evidence.json"
     done = run("bench", *TINY, *RANDOM, *policies, *cost, "-o", tmp_path / "b", "--evidence", evidence, "--json")
     assert done.code == 0, done.err
-    report = json.loads(done.out)
+    report, means = json.loads(done.out), dict[str, float]()
     assert [row["label"] for row in report["policies"]][0] == "autoregressive"
     for row in report["policies"]:
         assert row["equal_outputs"] == row["compared_outputs"] == 3, row["differences"]
@@ -71,14 +71,21 @@ def test_bench_compares_policies_on_the_same_prompts(loop: Path, tmp_path: Path)
         assert row["margin_shift"]["tokens"] == 48 and row["margin_shift"]["max"] < 1e-4
         assert len(row["decode_only_throughput"]) == 2
         assert row["cost_model_check"]["predicted_tok_s"] > 0
-        assert read_run(tmp_path / "b" / row["run"]).summary["total_output_tokens"] == 48
+        summary = read_run(tmp_path / "b" / row["run"]).summary
+        ttft_ms = summary["repeats"]["median_ttft_ms"]
+        assert summary["total_output_tokens"] == 48 and len(ttft_ms) == 2 and summary["median_ttft_ms"] in ttft_ms
+        means[row["run"]] = sum(ttft_ms) / 2
     assert json.loads((tmp_path / "b" / "bench.json").read_text(encoding="utf-8"))["verdict"] == report["verdict"]
     rows = json.loads(evidence.read_text(encoding="utf-8"))["results"]
     assert rows[0]["id"] == "bench.autoregressive.decode_tok_s" and rows[0]["n"] == 2
     assert "synthetic" in done.err
     checked = run("validate", *(tmp_path / "b" / row["run"] for row in report["policies"]), "--json")
     assert checked.code == 0, checked.err
-    assert [row["steps_equal_share"] for row in json.loads(checked.out)["runs"]] == [1.0] * 3
+    rows = json.loads(checked.out)["runs"]
+    assert [row["steps_equal_share"] for row in rows] == [1.0] * 3
+    for row in rows:
+        measured = {one["metric"]: one["measured"] for one in row["metrics"]}
+        assert measured["median_ttft_ms"] == pytest.approx(means[Path(row["run"]).name])
     assert run("report", tmp_path / "b").code == 0
 
 
