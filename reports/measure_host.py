@@ -9,9 +9,9 @@ it draft. A step is planned, its input filled, its outcome applied. A figure is 
 the machine may be shared, and what others take of it is not the engine's time.
 
 A request's begin and end: as many as there are rows are added with prompts of 3,200 tokens that nobody shares, and
-admitted by one step; each ends with its 768th token. What the step that admits them, and those in which some end, take
-longer than the median step is shared out among all; the lower quartile of several rounds. With no device to wait for
-(`LiveRequests.keep_up`), all that an end needs is done then.
+move in as steps have room for their prompts; each ends with its 768th token. What the steps with prompts, and those in
+which some end, take longer than the median step is shared out among all; the lower quartile of several rounds. What
+an ended request leaves behind is cleared up by the step after, while a device would be busy, and is not counted.
 """
 
 from __future__ import annotations
@@ -133,8 +133,10 @@ def measure_requests(rows: int, rounds: int) -> list[dict[str, Any]]:
             clock.append(time.perf_counter())
         added, *steps = np.diff(clock).tolist()
         plain = float(np.median(steps))
+        prompting = -(-rows * LONG_PROMPT_TOKENS // engine.scheduler_config.max_num_batched_tokens)
+        begins = sum(steps[:prompting]) - prompting * plain
         ends = sum(seconds - plain for seconds, last in zip(steps, ending, strict=True) if last)
-        for name, seconds in (("add", added), ("admit", steps[0] - plain), ("end", ends)):
+        for name, seconds in (("add", added), ("admit", begins), ("end", ends)):
             times[name].append(seconds / rows * 1e6)
     return [
         {
