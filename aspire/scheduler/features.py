@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -121,8 +122,8 @@ def prefill_context(rows: Floats, prefill_tokens: Floats, prefill_pairs: Floats)
 class CostModel(Protocol):
     """Predicts the latency of steps from their features, as they follow each other.
 
-    A model may also have ``start_latency`` with ``start_latency_per_request_s``, ``cells_per_price`` and
-    ``fixed_prices``, see the functions of these names.
+    A model may also have ``start_latency`` with ``start_latency_per_request_s``, ``cells_per_price``, ``fixed_prices``
+    and ``what_if``, see the functions of these names.
     """
 
     def predict(self, features: StepFeatures) -> Floats:
@@ -142,6 +143,11 @@ def cells_per_price_of(cost_model: CostModel) -> int:
 def fixed_prices_of(cost_model: CostModel) -> bool:
     """Whether the same step always has the same price; False for models that do not tell, as those that learn."""
     return bool(getattr(cost_model, "fixed_prices", False))
+
+
+def what_if_of(cost_model: CostModel) -> Callable[[StepFeatures], Floats]:
+    """`CostModel.predict` for steps that may never be, which some models price without a check of their ranges."""
+    return getattr(cost_model, "what_if", cost_model.predict)
 
 
 def start_latency_of(cost_model: CostModel, rest_s: Floats | float, entering: NDArray[np.int64] | int) -> Floats:

@@ -31,7 +31,7 @@ class LoadedCostModel:
     """Implements the `CostModel` protocol on a `CostModelFile`.
 
     ``strict_range``: predicting outside the fitted ranges raises `InputError`; otherwise ``warn`` hears of it once per
-    feature and `extrapolated` counts every step. Only `predict` checks ranges: `marginal` asks what-ifs.
+    feature and `extrapolated` counts every step. Only `predict` checks ranges: `marginal` and `what_if` ask what-ifs.
     """
 
     fixed_prices = True
@@ -62,6 +62,11 @@ class LoadedCostModel:
             if np.count_nonzero(beyond):  # cheaper than any()
                 self._report(matrix, beyond)
         return self._seconds(matrix).reshape(columns.shape[1:])
+
+    def what_if(self, features: StepFeatures) -> Floats:
+        """`predict` of steps that may never be: outside the fitted ranges, too."""
+        columns = features.columns()
+        return self._seconds(columns.reshape(len(FEATURES), -1)).reshape(columns.shape[1:])
 
     def marginal(self, base: StepFeatures, added: StepFeatures) -> Floats:
         """Seconds that ``added`` costs on top of ``base``: predict(base + added) - predict(base), shapes broadcast.

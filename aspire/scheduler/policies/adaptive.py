@@ -70,6 +70,7 @@ class Aspire(Policy):
         self._first_round = np.ones(max_slots, dtype=bool)
         self._model: CostModel | None = None
         self._prices: dict[tuple[int, float, float], CopyPrices] = {}  # by requests and shares of layers
+        self._latest: CopyPrices | None = None  # of the latest plan
 
     def reset(self, slots: Ints) -> None:
         self._alpha[slots] = self.params.alpha_0
@@ -84,6 +85,7 @@ class Aspire(Policy):
         return draft_where(draft)
 
     def observe(self, feedback: Feedback) -> None:
+        self.learn()
         verified = feedback.verified
         if not np.count_nonzero(verified):
             return
@@ -94,6 +96,11 @@ class Aspire(Policy):
         estimate = accepted / np.minimum(accepted + 1, feedback.drafted[learn])
         self._alpha[slots] = self.params.w * self._alpha[slots] + (1.0 - self.params.w) * estimate
 
+    def learn(self) -> None:
+        """Ask for prices that the next plans will need."""
+        if self._latest is not None:
+            self._latest.ask_ahead()
+
     def _worth_drafting(self, view: PolicyView, alpha: Floats) -> NDArray[np.bool_]:
         """[n]: whether g* of each request is more than it holds."""
         if not len(view.slots):
@@ -103,9 +110,9 @@ class Aspire(Policy):
             return np.asarray(gain > cost)
         ratios = self._cost_ratios(view)
         gain, cost = gain_and_cost(alpha, ratios.now(), view.drafted)
-        close = (np.abs(gain - cost) <= ratios.error * cost).nonzero()[0]
-        if len(close):
-            ratios.ask_for(close)
+        doubtful = ratios.doubtful(gain, cost)
+        if len(doubtful):
+            ratios.ask_for(doubtful)
             gain, cost = gain_and_cost(alpha, ratios.now(), view.drafted)
         return np.asarray(gain > cost)
 
@@ -117,7 +124,8 @@ class Aspire(Policy):
             )
         if model is not self._model:
             self._model, self._prices = model, {}
-        return CostRatios(view, model, self._kept_prices(view, model))
+        self._latest = self._kept_prices(view, model)
+        return CostRatios(view, model, self._latest)
 
     def _kept_prices(self, view: PolicyView, model: CostModel) -> CopyPrices | None:
         """Those of batches of this size; None for a model that learns, or has no cells and so is quick to ask."""

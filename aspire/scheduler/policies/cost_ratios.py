@@ -13,12 +13,12 @@ from aspire.scheduler.policies.copy_prices import LINE_ERROR, CopyPrices, exact_
 _SLOW_TO_PRICE = 16_000  # cells times requests; a batch of fewer is priced whole
 _STEPS_PER_OCTAVE = 3.0  # of contexts between which prices are straight lines
 _STEPS = 128  # more than there are in any context
+_NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
 class CostRatios:
     """Ratios of the requests of ``view``: from the ``prices`` that are kept of batches of its size, if there are any,
-    where they stand and tokens are counted (they are not for requests that have no page list); else from the model.
-    ``error``: what each may be off, relative, until it is asked for."""
+    where they stand and tokens are counted (they are not for requests that have no page list); else from the model."""
 
     def __init__(self, view: PolicyView, model: CostModel, prices: CopyPrices | None) -> None:
         self._view, self._model, self._count = view, model, len(view.slots)
@@ -34,12 +34,26 @@ class CostRatios:
                 rows = self._priced.rows
             if prices is not None and sparse[sparse.argmin()] >= 0:
                 ratio = prices.ratio(drafted[rows], sparse[rows], octaves[rows])
-        self.error = 0.0 if ratio is None else LINE_ERROR
+        self._kept = None if ratio is None else prices
         self._ratio = exact_ratio(view, model, self._count, rows) if ratio is None else ratio
 
     def now(self) -> Floats:
         """[n], by the prices known."""
         return self._ratio if self._priced is None else self._priced.between(self._ratio)
+
+    def doubtful(self, gain: Floats, cost: Floats) -> Ints:
+        """Requests of which the model itself might say the other of ``gain`` > ``cost`` [n], by `gain_and_cost`."""
+        if self._kept is None:
+            return _NOBODY
+        apart = np.abs(gain - cost)
+        close = (apart <= LINE_ERROR * cost).nonzero()[0]
+        if not len(close):
+            return close
+        if self._priced is None:
+            error = self._kept.error(close)
+        else:
+            error = np.maximum(*(self._kept.error(end[close]) for end in (self._priced.below, self._priced.above)))
+        return np.asarray(close[apart[close] <= error * cost[close]])
 
     def ask_for(self, requests: Ints) -> None:
         """Ask the cost model itself for what `now` says of the ``requests``."""
