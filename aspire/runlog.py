@@ -40,16 +40,19 @@ class StepLog:
     """Columnar log of steps. `append` copies the arrays it is given; `columns` are views of what was logged.
 
     ``reserve_rows``: rows to reserve room for. Memory is touched only as it fills, so a generous guess costs nothing.
+    A full log goes on in another block of as many rows: to move what is there takes milliseconds, between two steps of
+    an engine. Whoever asks for the rows has them put together.
     """
 
     def __init__(self, reserve_rows: int = 16384) -> None:
         self._steps = 0
         self._rows = 0
+        self._block_rows = max(1, reserve_rows)
+        self._full: list[tuple[Ints, NDArray[np.float32]]] = []  # blocks: columns and margins
         self._times = np.zeros((3, 1024))  # start_s, duration_s, planned_s
         self._features = np.zeros((1024, len(FEATURES)))
         self._row_end = np.zeros(1024, dtype=np.int64)
-        self._columns = np.empty((len(ROW_COLUMNS), max(1, reserve_rows)), dtype=np.int32)
-        self._margin = np.empty(self._columns.shape[1], dtype=np.float32)
+        self._new_block(self._block_rows)
 
     def __len__(self) -> int:
         return self._steps
@@ -94,10 +97,12 @@ class StepLog:
     @property
     def margin(self) -> NDArray[np.float32]:
         """[rows]: gap of the two best perturbed draft scores; NaN where the row drafted nothing."""
+        self._put_together()
         return self._margin[: self._rows]
 
     def column(self, name: str) -> Ints:
         """[rows]: the column ``name`` of `ROW_COLUMNS`."""
+        self._put_together()
         return self._columns[ROW_COLUMNS.index(name), : self._rows]
 
     def rows_of(self, step: int) -> slice:
@@ -129,19 +134,20 @@ class StepLog:
     ) -> None:
         """Log one step. Row arguments are arrays of one length (or scalars that hold for every row)."""
         count = len(slot)
-        step, first = self._steps, self._rows
-        last = first + count
+        step = self._steps
         if step == self._row_end.shape[0]:
             self._times = _doubled(self._times, 1)
             self._features = _doubled(self._features, 0)
             self._row_end = _doubled(self._row_end, 0)
-        while last > self._columns.shape[1]:
-            self._columns, self._margin = _doubled(self._columns, 1), _doubled(self._margin, 0)
+        if self._filled + count > len(self._margin):
+            self._full.append((self._columns[:, : self._filled], self._margin[: self._filled]))
+            self._new_block(max(count, self._block_rows))
+        first, last = self._filled, self._filled + count
         self._times[0, step] = start_s
         self._times[1, step] = duration_s
         self._times[2, step] = start_s if planned_s is None else planned_s
         self._features[step] = features
-        self._row_end[step] = last
+        self._row_end[step] = self._rows + count
         block = self._columns[:, first:last]
         block[0] = slot
         block[1] = request
@@ -154,7 +160,24 @@ class StepLog:
         block[8] = finished
         self._margin[first:last] = np.nan if margin is None else margin
         self._steps = step + 1
-        self._rows = last
+        self._rows += count
+        self._filled = last
+
+    def _new_block(self, rows: int) -> None:
+        self._columns: Ints = np.empty((len(ROW_COLUMNS), rows), dtype=np.int32)
+        self._margin: NDArray[np.float32] = np.empty(rows, dtype=np.float32)
+        self._filled = 0  # rows of the block
+
+    def _put_together(self) -> None:
+        """All rows in one block, with as much room to spare: who asks after every step does not copy all every time."""
+        if not self._full:
+            return
+        parts = [*self._full, (self._columns[:, : self._filled], self._margin[: self._filled])]
+        self._full = []
+        self._new_block(2 * self._rows)
+        np.concatenate([columns for columns, _ in parts], axis=1, out=self._columns[:, : self._rows])
+        np.concatenate([margin for _, margin in parts], out=self._margin[: self._rows])
+        self._filled = self._rows
 
 
 def _doubled(array: NDArray[Any], axis: int) -> NDArray[Any]:

@@ -22,8 +22,6 @@ from aspire_kernels import counters
 if TYPE_CHECKING:
     from aspire.engine.llm_engine import LLMEngine
 
-_RESERVE_ROWS = 1 << 21  # untouched memory costs nothing; to move a full log takes milliseconds, between two steps
-
 
 class Recorder:
     """Records the steps and requests of an engine from the beginning on, until `stop`; `begin` starts anew.
@@ -49,7 +47,7 @@ class Recorder:
 
     def _forget(self, *, recording: bool) -> None:
         self._recording = recording
-        self._log = StepLog(_RESERVE_ROWS)
+        self._log = StepLog()
         self._later: list[Callable[[], None]] = []
         self.submitted: list[LiveRequest] = []
 
