@@ -95,6 +95,7 @@ class LLMEngine:
         self.synthetic = rates is not None or self.loaded.synthetic  # acceptance is drawn, or that of random weights
         if loaded_prices is not None:
             check_cost_model(self, loaded_prices)
+        self.scheduler.prepare()
         self.recorder = Recorder()
         self._tokenizer: Tokenizer | None = None
         self._count = 0  # requests numbered so far
@@ -180,6 +181,8 @@ class LLMEngine:
         spec = PolicySpec.parse(policy) if isinstance(policy, str) else policy
         self._drain()
         self.scheduler.set_policy(spec)
+        if not self.scheduler.has_work:  # else requests would wait for it
+            self.scheduler.prepare()
         self.runner.set_selector(spec.selector, self.scheduler.policy.drafts or self.config.lossy)
 
     # ---- steps ---------------------------------------------------------------------------------------------------

@@ -83,6 +83,13 @@ class Scheduler(StepsInFlight):
         self.slots.seeded[:] = False
         self.policy.reset(np.flatnonzero(self.slots.active))
 
+    def prepare(self) -> None:
+        """Have the policy work out ahead what it would ask for in the middle of a run, so that no step waits for it."""
+        longest = self.config.max_model_len + 2 * MAX_DRAFT
+        contexts = np.arange(longest + 1)
+        lists = contexts + self.slots.lists_of(contexts)[2]
+        self.policy.prepare(self._view(_NOBODY, self.slots.gather(_NOBODY), _NOBODY), longest, int(lists.max()))
+
     # ---- one step ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspire.scheduler import PolicySpec, Request, Scheduler, SchedulerConfig, StepFeatures
-from aspire.scheduler.policies.goodput import REPRICE_STEPS
+from aspire.scheduler.policies.goodput import REPRICE_STEPS, Goodput
 from aspire.scheduler.survival import SurvivalModel
 from tests.scheduler.executor import FakeExecutor
 from tests.scheduler.test_goodput import DRAFT, built, outcome, view_of
@@ -33,14 +33,12 @@ class Counted(LinearCost):
         return super().predict(features)
 
 
-def modes_of(
-    learn: int, model: Any, seed: int, *, ahead: bool, rate: float, policy: str = "goodput"
-) -> tuple[list[list[int]], Any]:
+def modes_of(learn: int, model: Any, seed: int, *, ahead: bool, rate: float) -> tuple[list[list[int]], Goodput]:
     """Steps of requests that come and go. ``learn``: calls of `Scheduler.learn` before each outcome."""
     config = SchedulerConfig(
         max_num_seqs=6, max_num_batched_tokens=256, max_model_len=512, num_pages=160, num_layers=4, watermark=0.0
     )
-    scheduler = Scheduler(config, PolicySpec.parse(policy), model)
+    scheduler = Scheduler(config, PolicySpec("goodput"), model)
     for index in range(14):
         scheduler.add_request(Request(str(index), 20 + 13 * index, 30 + index, 0.0))
     outcomes = FakeExecutor(scheduler, rate=rate, stop=0.01, seed=seed)
@@ -52,7 +50,9 @@ def modes_of(
             scheduler.learn()
         oldest = scheduler.in_flight[0]
         scheduler.update(oldest, outcomes.outcome(oldest))
-    return seen, scheduler.policy
+    policy = scheduler.policy
+    assert isinstance(policy, Goodput)
+    return seen, policy
 
 
 @settings(max_examples=30, deadline=None)

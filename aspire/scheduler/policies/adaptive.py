@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError
-from aspire.scheduler.features import CostModel, cells_per_price_of, fixed_prices_of
+from aspire.scheduler.features import cells_per_price_of, fixed_prices_of
 from aspire.scheduler.policies.base import Feedback, Floats, Ints, Policy, PolicyView, draft_where
-from aspire.scheduler.policies.copy_prices import CopyPrices
-from aspire.scheduler.policies.cost_ratios import CostRatios
+from aspire.scheduler.policies.cost_ratios import asked_ratios
+from aspire.scheduler.policies.price_tables import PriceTables, tables_of
 from aspire.scheduler.slots import index_of
 
 
@@ -41,8 +41,7 @@ def gain_and_cost(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> tuple[Flo
     """([n], [n]): E(g) / (1 + c g) is larger at g = ``drafted`` + 1 than at ``drafted`` where the first is larger.
 
     E(g) = (1 - a^(g+1)) / (1 - a), the expected tokens of a round of g drafts, is concave and 1 + c g is straight, so
-    their ratio rises up to its argmax g* and never again: this says ``drafted`` < g* without trying every g. What c is
-    off changes the difference of the two by no more than that share of the second.
+    their ratio rises up to its argmax g* and never again: this says ``drafted`` < g* without trying every g.
     """
     rejected, more = 1.0 - alpha, drafted + 1
     after = alpha**more
@@ -56,8 +55,8 @@ def gain_and_cost(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> tuple[Flo
 class Aspire(Policy):
     """The paper's rule (arXiv 2609.17943), exactly: g* = argmax E(g) / (1 + c g) by request; verify at g*.
 
-    c prices a request as if all slots were copies of it (the paper's homogeneous approximation). In large batches some
-    are priced, the others in proportion between them, where the cost model is slow to ask.
+    c prices a request as if all slots were copies of it (the paper's homogeneous approximation). Where prices stand and
+    are slow to ask for they are read from tables, to 0.3 %: cost models are off by more than that.
     """
 
     kind = "aspire"
@@ -68,9 +67,6 @@ class Aspire(Policy):
         super().__init__(params, max_slots, d_max)
         self._alpha = np.full(max_slots, params.alpha_0)
         self._first_round = np.ones(max_slots, dtype=bool)
-        self._model: CostModel | None = None
-        self._prices: dict[tuple[int, float, float], CopyPrices] = {}  # by requests and shares of layers
-        self._latest: CopyPrices | None = None  # of the latest plan
 
     def reset(self, slots: Ints) -> None:
         self._alpha[slots] = self.params.alpha_0
@@ -85,7 +81,6 @@ class Aspire(Policy):
         return draft_where(draft)
 
     def observe(self, feedback: Feedback) -> None:
-        self.learn()
         verified = feedback.verified
         if not np.count_nonzero(verified):
             return
@@ -96,45 +91,37 @@ class Aspire(Policy):
         estimate = accepted / np.minimum(accepted + 1, feedback.drafted[learn])
         self._alpha[slots] = self.params.w * self._alpha[slots] + (1.0 - self.params.w) * estimate
 
-    def learn(self) -> None:
-        """Ask for prices that the next plans will need."""
-        if self._latest is not None:
-            self._latest.ask_ahead()
+    def prepare(self, view: PolicyView, longest_context: int, longest_list: int) -> None:
+        tables = self._tables(view)
+        if tables is not None and self.params.cost_ratio is None:
+            tables.fill(range(1, self.max_slots + 1), longest_context, longest_list)
 
     def _worth_drafting(self, view: PolicyView, alpha: Floats) -> NDArray[np.bool_]:
         """[n]: whether g* of each request is more than it holds."""
         if not len(view.slots):
             return np.zeros(0, dtype=bool)
-        if self.params.cost_ratio is not None:
-            gain, cost = gain_and_cost(alpha, np.full(len(alpha), self.params.cost_ratio), view.drafted)
-            return np.asarray(gain > cost)
-        ratios = self._cost_ratios(view)
-        gain, cost = gain_and_cost(alpha, ratios.now(), view.drafted)
-        doubtful = ratios.doubtful(gain, cost)
-        if len(doubtful):
-            ratios.ask_for(doubtful)
-            gain, cost = gain_and_cost(alpha, ratios.now(), view.drafted)
+        gain, cost = gain_and_cost(alpha, self._cost_ratios(view), view.drafted)
         return np.asarray(gain > cost)
 
-    def _cost_ratios(self, view: PolicyView) -> CostRatios:
-        model = view.cost_model
-        if model is None:
+    def _cost_ratios(self, view: PolicyView) -> Floats:
+        count, sparse = len(view.slots), view.sparse_tokens
+        if self.params.cost_ratio is not None:
+            return np.full(count, self.params.cost_ratio)
+        if view.cost_model is None:
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        if model is not self._model:
-            self._model, self._prices = model, {}
-        self._latest = self._kept_prices(view, model)
-        return CostRatios(view, model, self._latest)
+        tables = self._tables(view)
+        if tables is None or sparse[sparse.argmin()] < 0:  # of a request that has no page list
+            return asked_ratios(view, view.cost_model)
+        return tables.ratio(count, view.drafted, sparse, view.context_tokens)
 
-    def _kept_prices(self, view: PolicyView, model: CostModel) -> CopyPrices | None:
-        """Those of batches of this size; None for a model that learns, or has no cells and so is quick to ask."""
-        if not (cells_per_price_of(model) and fixed_prices_of(model)):
+    def _tables(self, view: PolicyView) -> PriceTables | None:
+        """None for a model that learns, or has no cells and so is quick to ask."""
+        model = view.cost_model
+        if model is None or not (cells_per_price_of(model) and fixed_prices_of(model)):
             return None
-        of = (len(view.slots), view.full_layer_share, view.select_layer_share)
-        if of not in self._prices:
-            self._prices[of] = CopyPrices(view, model, len(view.slots), self.d_max)
-        return self._prices[of]
+        return tables_of(model, view, self.d_max)
 
 
 @dataclass(frozen=True)

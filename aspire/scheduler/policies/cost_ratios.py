@@ -1,67 +1,43 @@
-"""What a draft step costs over a verification, by request, for `Aspire`: as exact as its decisions need."""
+"""What a draft step costs over a verification, by request, for `Aspire`: asked of the cost model in every plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from aspire.scheduler.features import CostModel, cells_per_price_of
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures, cells_per_price_of
 from aspire.scheduler.policies.base import Floats, Ints, PolicyView
-from aspire.scheduler.policies.copy_prices import LINE_ERROR, CopyPrices, exact_ratio
 
 _SLOW_TO_PRICE = 16_000  # cells times requests; a batch of fewer is priced whole
 _STEPS_PER_OCTAVE = 3.0  # of contexts between which prices are straight lines
 _STEPS = 128  # more than there are in any context
-_NOBODY: Ints = np.empty(0, dtype=np.int64)
+_LEAST_S = 1e-12
 
 
-class CostRatios:
-    """Ratios of the requests of ``view``: from the ``prices`` that are kept of batches of its size, if there are any,
-    where they stand and tokens are counted (they are not for requests that have no page list); else from the model."""
+def asked_ratios(view: PolicyView, model: CostModel) -> Floats:
+    """[n]: seconds of a step in which requests like each of ``view``, as many as there are, draft, over those of one
+    in which they verify. In large batches some are priced, the others in proportion between them, where the model is
+    slow to ask."""
+    priced = None
+    if cells_per_price_of(model) * len(view.slots) > _SLOW_TO_PRICE:
+        priced = PricedRows.of(view.drafted, view.context_tokens)
+    if priced is None:
+        return exact_ratios(view, model, slice(None))
+    return priced.between(exact_ratios(view, model, priced.rows))
 
-    def __init__(self, view: PolicyView, model: CostModel, prices: CopyPrices | None) -> None:
-        self._view, self._model, self._count = view, model, len(view.slots)
-        drafted, sparse, cells = view.drafted, view.sparse_tokens, cells_per_price_of(model)
-        self._priced: PricedRows | None = None
-        rows: Ints | slice = slice(None)
-        ratio: Floats | None = None
-        if cells:  # else all are asked for
-            octaves = np.log2(view.context_tokens)
-            if cells * self._count > _SLOW_TO_PRICE:
-                self._priced = PricedRows.of(drafted, view.context_tokens, octaves)
-            if self._priced is not None:
-                rows = self._priced.rows
-            if prices is not None and sparse[sparse.argmin()] >= 0:
-                ratio = prices.ratio(drafted[rows], sparse[rows], octaves[rows])
-        self._kept = None if ratio is None else prices
-        self._ratio = exact_ratio(view, model, self._count, rows) if ratio is None else ratio
 
-    def now(self) -> Floats:
-        """[n], by the prices known."""
-        return self._ratio if self._priced is None else self._priced.between(self._ratio)
-
-    def doubtful(self, gain: Floats, cost: Floats) -> Ints:
-        """Requests of which the model itself might say the other of ``gain`` > ``cost`` [n], by `gain_and_cost`."""
-        if self._kept is None:
-            return _NOBODY
-        apart = np.abs(gain - cost)
-        close = (apart <= LINE_ERROR * cost).nonzero()[0]
-        if not len(close):
-            return close
-        if self._priced is None:
-            error = self._kept.error(close)
-        else:
-            error = np.maximum(*(self._kept.error(end[close]) for end in (self._priced.below, self._priced.above)))
-        return np.asarray(close[apart[close] <= error * cost[close]])
-
-    def ask_for(self, requests: Ints) -> None:
-        """Ask the cost model itself for what `now` says of the ``requests``."""
-        rows = asked = requests
-        if self._priced is not None:
-            asked = self._priced.beside(requests)
-            rows = self._priced.rows[asked]
-        self._ratio[asked] = exact_ratio(self._view, self._model, self._count, rows)
+def exact_ratios(view: PolicyView, model: CostModel, rows: Ints | slice) -> Floats:
+    """[rows]: what `asked_ratios` says of the ``rows`` of ``view``, each of them priced."""
+    copies = len(view.slots)
+    names = ("slots", "drafted", "can_draft", "context_tokens", "sparse_tokens")
+    some = replace(view, **{name: getattr(view, name)[rows] for name in names})
+    count = len(some.slots)
+    columns = np.empty((len(FEATURES), 2 * count))
+    some.fill_draft_features(columns[:, :count], copies)
+    some.fill_verify_features(columns[:, count:], copies)
+    seconds = model.predict(StepFeatures.from_columns(columns))
+    return np.asarray(seconds[:count] / np.maximum(seconds[count:], _LEAST_S))
 
 
 @dataclass(frozen=True)
@@ -75,10 +51,10 @@ class PricedRows:
     weight: Floats  # [n] of the latter
 
     @classmethod
-    def of(cls, drafted: Ints, context_tokens: Ints, octaves: Floats) -> PricedRows | None:
-        """None where nearly all would be priced. ``octaves`` [n]: logarithms of the contexts."""
+    def of(cls, drafted: Ints, context_tokens: Ints) -> PricedRows | None:
+        """None where nearly all would be priced."""
         count = len(drafted)
-        kind = drafted * _STEPS + (_STEPS_PER_OCTAVE * octaves).astype(np.int64)
+        kind = drafted * _STEPS + (_STEPS_PER_OCTAVE * np.log2(context_tokens)).astype(np.int64)
         if 2 * int(np.minimum(np.bincount(kind), 2).sum()) > count:  # the first and the last of each kind
             return None
         order = np.lexsort((context_tokens, kind))
@@ -99,7 +75,3 @@ class PricedRows:
         """[n] from ``values`` [priced]."""
         low = values[self.below]
         return np.asarray(low + self.weight * (values[self.above] - low))
-
-    def beside(self, requests: Ints) -> Ints:
-        """Places in ``rows`` of those that the ``requests`` lie between."""
-        return np.unique(np.concatenate([self.below[requests], self.above[requests]]))
