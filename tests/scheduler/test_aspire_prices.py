@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from aspire.scheduler import PolicySpec, PolicyView, Request, Scheduler, SchedulerConfig, StepFeatures
 from aspire.scheduler.features import CostModel
 from aspire.scheduler.policies.adaptive import Aspire
-from aspire.scheduler.policies.price_tables import LINE_ERROR, PriceTables, tables_of
+from aspire.scheduler.policies.price_tables import LINE_ERROR, PriceTables, best_round_of, tables_of
 from aspire_calibration import LoadedCostModel, analytic_model, load_cost_model
 from tests.scheduler.executor import FakeExecutor
 from tests.scheduler.test_policies import built, view_of
@@ -143,12 +143,12 @@ def test_an_octave_is_asked_for_once_and_a_model_that_learns_in_every_plan() -> 
     def asked(drafted: int, contexts: np.ndarray) -> list[int]:
         before = len(cost.asked)
         ratios(policy, batch(cost, [drafted] * len(contexts), contexts - drafted))
-        return cost.asked[before:]
+        return sorted(cost.asked[before:])
 
-    assert asked(2, contexts) == [24 * 17, 24], "an octave of verifications of 0 to 16 drafts, and of lists"
+    assert asked(2, contexts) == [24, 24 * 17], "an octave of verifications of 0 to 16 drafts, and of lists"
     assert asked(3, contexts + 40) == []
     assert asked(2, contexts + [3000, 0, 0, 0]) == [2 * 24 * 17], "the octaves between"
-    assert asked(2, contexts[:3]) == [24 * 17, 24], "a batch of another size"
+    assert asked(2, contexts[:3]) == [24, 24 * 17], "a batch of another size"
     assert asked(2, contexts) == [], "the size of before"
     another = built("aspire", 4)
     ratios(another, batch(cost, [2] * 4, contexts))
@@ -174,10 +174,23 @@ def test_a_prepared_policy_plans_the_same_and_asks_nothing(policy: str) -> None:
         executor.run()
         steps = [plan.modes.tolist() for plan in executor.plans]
         seen.append(steps)
+        assert bool(filled) == (prepared and "cost_ratio" not in policy)
         if policy.startswith("aspire"):
-            assert bool(filled) == (prepared and "cost_ratio" not in policy)
             assert not prepared or cost.asked == filled
     assert seen[0] == seen[1]
+
+
+@given(st.integers(1, 16), st.integers(100, 8000), st.sampled_from([0.0, 0.1]))
+def test_the_best_round_is_found_among_all(requests: int, context: int, share: float) -> None:
+    """By the formula, of rounds of 0 to 16 drafts that are all accepted."""
+    view = batch(SMOLLM2, [0] * 17, [context] * 17, share=share)
+    view = replace(view, drafted=np.arange(17))
+    columns = [requests * each.columns() for each in (view.draft_features(), view.verify_features())]
+    draft_s, verify_s = (SMOLLM2.what_if(StepFeatures.from_columns(each)) for each in columns)
+    best = max((g + 1) * verify_s[0] / (g * draft_s[0] + verify_s[g]) for g in range(17))
+    found = best_round_of(view, 16, requests, float(view.sparse_tokens[0]), float(context))
+    assert found == pytest.approx(best, rel=2 * LINE_ERROR)
+    assert best_round_of(replace(view, cost_model=ANALYTIC), 16, requests, 512.0, float(context)) is None
 
 
 def test_contexts_that_no_row_has_are_no_reason_to_warn() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from aspire.scheduler import StepFeatures
+from aspire.scheduler.policies import price_tables
 from aspire.scheduler.policies.goodput import REPRICE_STEPS
 from aspire.scheduler.policies.prices import price_batch
+from aspire_calibration import load_cost_model
 from tests.scheduler.test_goodput import DRAFT, built, outcome, play, view_of
 from tests.simulator.helpers import LinearCost
+
+SMOLLM2 = Path(__file__).parents[2] / "calibration" / "profiles" / "h200-smollm2-135m.json"
 
 
 def test_a_batch_rests_through_small_changes_without_being_asked() -> None:
@@ -48,6 +54,27 @@ def test_a_batch_that_changes_all_the_time_is_priced_now_and_then() -> None:
     before = len(priced)
     policy.plan(view_of([8000] * 20, [512] * 20, model))  # half the batch left
     assert len(priced) == before + 1
+
+
+def test_a_batch_whose_drafts_gain_nothing_is_priced_anew_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four requests of SmolLM2 on an H200, which drafts do not pay for below 2,000 tokens: tables tell so."""
+    model = load_cost_model(SMOLLM2, warn=lambda _: None)
+    priced = {}
+    for tables in (False, True):
+        if not tables:
+            monkeypatch.setattr(price_tables, "has_tables", lambda _: False)
+        policy, stood = built(4), [None]
+        for step in range(1000):
+            if not policy.rests(4):
+                view = view_of([512 + step] * 4, [512] * 4, model)
+                actions = policy.plan(view)
+                assert (actions != DRAFT).all()
+                policy.observe(outcome(view, actions, 0))
+            if policy._standing.prices is not stood[-1]:
+                stood.append(policy._standing.prices)
+        priced[tables] = len(stood) - 1
+        monkeypatch.undo()
+    assert priced[True] <= priced[False] // 2, priced
 
 
 def test_no_round_begins_in_a_time_of_prompts_but_an_interruption_changes_nothing() -> None:

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aspire.errors import UsageError
-from aspire.scheduler.features import cells_per_price_of, fixed_prices_of
 from aspire.scheduler.policies.base import Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.policies.cost_ratios import asked_ratios
-from aspire.scheduler.policies.price_tables import PriceTables, tables_of
+from aspire.scheduler.policies.price_tables import fill_tables, has_tables, tables_of
 from aspire.scheduler.slots import index_of
 
 
@@ -92,9 +91,8 @@ class Aspire(Policy):
         self._alpha[slots] = self.params.w * self._alpha[slots] + (1.0 - self.params.w) * estimate
 
     def prepare(self, view: PolicyView, longest_context: int, longest_list: int) -> None:
-        tables = self._tables(view)
-        if tables is not None and self.params.cost_ratio is None:
-            tables.fill(range(1, self.max_slots + 1), longest_context, longest_list)
+        if self.params.cost_ratio is None:
+            fill_tables(view, self.d_max, self.max_slots, longest_context, longest_list)
 
     def _worth_drafting(self, view: PolicyView, alpha: Floats) -> NDArray[np.bool_]:
         """[n]: whether g* of each request is more than it holds."""
@@ -111,17 +109,9 @@ class Aspire(Policy):
             raise UsageError(
                 "policy 'aspire' needs a cost model or the parameter cost_ratio; run 'aspire calibrate' first"
             )
-        tables = self._tables(view)
-        if tables is None or sparse[sparse.argmin()] < 0:  # of a request that has no page list
+        if not has_tables(view.cost_model) or sparse[sparse.argmin()] < 0:  # of a request that has no page list
             return asked_ratios(view, view.cost_model)
-        return tables.ratio(count, view.drafted, sparse, view.context_tokens)
-
-    def _tables(self, view: PolicyView) -> PriceTables | None:
-        """None for a model that learns, or has no cells and so is quick to ask."""
-        model = view.cost_model
-        if model is None or not (cells_per_price_of(model) and fixed_prices_of(model)):
-            return None
-        return tables_of(model, view, self.d_max)
+        return tables_of(view.cost_model, view, self.d_max).ratio(count, view.drafted, sparse, view.context_tokens)
 
 
 @dataclass(frozen=True)

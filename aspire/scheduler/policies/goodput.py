@@ -15,6 +15,7 @@ from aspire.errors import UsageError
 from aspire.scheduler.features import CostModel
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.policies.pace import Pace
+from aspire.scheduler.policies.price_tables import best_round_of, fill_tables
 from aspire.scheduler.policies.prices import EMPTY, PriceCurve, Prices, price_curve
 from aspire.scheduler.policies.rounds import plan_round
 from aspire.scheduler.slots import index_of
@@ -23,7 +24,9 @@ from aspire.scheduler.survival import SurvivalModel, best_rate, worth_drafting
 _MODE_HYSTERESIS = 0.02
 _BLOCK_ROUNDS = 64  # of the thousands that the population remembers
 REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
-_REPRICE_GROWTH = 1.05  # where not even a sure draft pays: as long as contexts are no longer than so many times
+# Where not even a sure draft pays, prices hold until contexts are longer by such a factor: by the first, or, where
+# tables show whether drafts gained by it, by the second.
+_REPRICE_GROWTH, _LOOKED_AT_GROWTH = 1.05, 1.3
 _DOUBT = 0.9  # a batch that rests where its prices promise more thinks too much of its pace
 _PROMPT_STEPS = 2  # so many steps with prompts in a row are an interruption, more are a time of their own
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
@@ -75,6 +78,13 @@ def _comparable(requests: int, others: int) -> bool:
     return requests < 2 * others and others < 2 * requests
 
 
+def _means(view: PolicyView) -> tuple[int, float, float]:
+    """Requests, and means of the tokens that a draft and a verification read."""
+    count = len(view.slots)
+    sparse, context = np.add.reduce(view.sparse_tokens), np.add.reduce(view.context_tokens)
+    return count, float(sparse) / count, float(context) / count
+
+
 @dataclass
 class _Standing:
     """Prices that stand until they are old or the batch is another one; ``curve``: half of those to come. ``age``:
@@ -113,6 +123,7 @@ class Goodput(Policy):
         self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
         self._rests_for = 0  # requests
         self._long_rest = 0  # steps of the last rest, where not even a sure draft paid
+        self._lacking = 1.0  # times that drafts must gain there before they pay
 
     @property
     def drafts(self) -> bool:
@@ -128,6 +139,10 @@ class Goodput(Policy):
         self._rest = min(self._rest, _REST_STEPS)
         self.survival.reset(slots)
         self._idle[slots] = 0
+
+    def prepare(self, view: PolicyView, longest_context: int, longest_list: int) -> None:
+        if self.params.cost_ratio is None:
+            fill_tables(view, self.d_max, self.max_slots, longest_context, longest_list)
 
     def rests(self, requests: int) -> bool:
         self._prompt_steps = 0
@@ -175,6 +190,7 @@ class Goodput(Policy):
         if self.resting and self._stale is None:  # asked again as soon as there are new prices
             if self._standing is self._alone:  # prices beside prompts say little of the steps without that follow
                 self._rest = self._rest_steps(view, wanted)
+                self._lacking = self._lacks(wanted)
             if prices is not None and prices.promise * self._pace.kept > 1.0 + self.params.hysteresis:
                 self._pace.limit(_DOUBT)
         self._rests_for = count
@@ -331,9 +347,23 @@ class Goodput(Policy):
         if not _alike(len(view.slots), prices.requests):
             return True
         if self._long_rest:
-            context = float(np.add.reduce(view.context_tokens)) / len(view.slots)
-            return context > _REPRICE_GROWTH * prices.mean_context
+            grown = float(np.add.reduce(view.context_tokens)) / len(view.slots) / prices.mean_context
+            if not _REPRICE_GROWTH < grown <= _LOOKED_AT_GROWTH or self._lacking <= 1.0:
+                return grown > _REPRICE_GROWTH
+            before = best_round_of(view, self.d_max, prices.requests, prices.mean_sparse, prices.mean_context)
+            if before is None:
+                return True
+            now = best_round_of(view, self.d_max, *_means(view))
+            return now is None or (now / before) * (now / before) > self._lacking
         return self._standing.age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
+
+    def _lacks(self, wanted: Floats) -> float:
+        """How many times more drafts would have to earn before one of them, or a common round, pays."""
+        prices, sure = self._standing.prices, float(wanted[wanted.argmin()])
+        if prices is None:
+            return sure
+        rounds: float = (1.0 + self.params.hysteresis) * prices.ar_rate / (prices.rounds.rate * self._pace.kept)
+        return min(sure, rounds)
 
     def _wanted(self, view: PolicyView, rate: float) -> Floats:
         """[n] tokens that one more draft of each request must earn at ``rate``."""

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from aspire.scheduler.features import FEATURES, CostModel, StepFeatures, what_if_of
+from aspire.scheduler.features import FEATURES, CostModel, StepFeatures, cells_per_price_of, fixed_prices_of, what_if_of
 from aspire.scheduler.policies.base import Floats, Ints, PolicyView
 
 POINTS_PER_OCTAVE = 24  # of contexts that are priced: 3 % apart
@@ -20,12 +20,35 @@ _LEAST_S = 1e-12
 _tables: WeakKeyDictionary[CostModel, dict[Any, PriceTables]] = WeakKeyDictionary()
 
 
+def has_tables(model: CostModel) -> bool:
+    """Not one that learns, or that has no cells and so is quick to ask."""
+    return bool(cells_per_price_of(model)) and fixed_prices_of(model)
+
+
 def tables_of(model: CostModel, view: PolicyView, d_max: int) -> PriceTables:
     """The tables of ``model``, whose prices must be fixed, for rows like those of ``view``; made once."""
     of, known = (view.full_layer_share, view.select_layer_share, d_max), _tables.setdefault(model, {})
     if of not in known:
         known[of] = PriceTables(view, model, d_max)
     return known[of]
+
+
+def fill_tables(view: PolicyView, d_max: int, most_requests: int, longest_context: int, longest_list: int) -> None:
+    """Have all that plans of up to ``most_requests`` rows like those of ``view`` may read, if its cost model has
+    tables; see `PriceTables.fill`."""
+    if view.cost_model is not None and has_tables(view.cost_model):
+        tables_of(view.cost_model, view, d_max).fill(range(1, most_requests + 1), longest_context, longest_list)
+
+
+def best_round_of(
+    view: PolicyView, d_max: int, requests: int, sparse_tokens: float, context_tokens: float
+) -> float | None:
+    """`PriceTables.best_round` of ``requests`` rows like those of ``view`` with such means; None where the cost model
+    has no tables, or the requests no page lists."""
+    model = view.cost_model
+    if model is None or not has_tables(model) or sparse_tokens < 0:
+        return None
+    return tables_of(model, view, d_max).best_round(requests, sparse_tokens, context_tokens)
 
 
 class PriceTables:
@@ -50,17 +73,19 @@ class PriceTables:
         """[n] of rows that hold ``drafted`` <= d_max tokens, would read ``sparse_tokens`` >= 0 to draft one more, and
         have contexts of ``context_tokens`` > 0 tokens, each in a batch of ``copies`` requests like it."""
         point, share = _places(context_tokens, POINTS_PER_OCTAVE)
-        verify = self._verifications(copies).upto(point)
-        verify_s = _between(verify[point, drafted], verify[point + 1, drafted], share)
-        if self._drafts_alike:
-            read, part = _places(sparse_tokens, POINTS_PER_OCTAVE)
-            draft = self._drafts(copies).upto(read)[:, 0]
-            return np.asarray(_between(draft[read], draft[read + 1], part) / verify_s)
-        read, part = _places(sparse_tokens, LISTS_PER_OCTAVE)
-        self._hold_lists(int(read[read.argmax()]) + 2)
-        draft = self._drafts(copies).upto(point)
-        low, high = (_between(draft[at, read], draft[at, read + 1], part) for at in (point, point + 1))
-        return np.asarray(_between(low, high, share) / verify_s)
+        return np.asarray(
+            self._draft_s(copies, sparse_tokens, point, share) / self._verify_s(copies, drafted, point, share)
+        )
+
+    def best_round(self, copies: int, sparse_tokens: float, context_tokens: float) -> float:
+        """Tokens per token of plain decoding in the same time, of the best round in common whose drafts are all right,
+        for a batch of ``copies`` requests with such means."""
+        drafts = np.arange(self._d_max + 1)
+        point, share = _places(np.array([context_tokens]), POINTS_PER_OCTAVE)
+        verify_s = self._verify_s(copies, drafts, point, share)
+        draft_s = self._draft_s(copies, np.array([sparse_tokens]), point, share)
+        rounds_s = drafts * draft_s + verify_s
+        return float(((drafts + 1) * verify_s[0] / rounds_s).max())
 
     def fill(self, sizes: range, longest: int, longest_list: int) -> None:
         """Ask for the prices of batches of ``sizes`` requests, contexts of up to ``longest`` tokens and draft steps
@@ -72,6 +97,21 @@ class PriceTables:
         for copies in sizes:
             self._verifications(copies).upto(contexts)
             self._drafts(copies).upto(lists if self._drafts_alike else contexts)
+
+    def _verify_s(self, copies: int, drafted: Ints, point: Ints, share: Floats) -> Floats:
+        verify = self._verifications(copies).upto(point)
+        return _between(verify[point, drafted], verify[point + 1, drafted], share)
+
+    def _draft_s(self, copies: int, sparse_tokens: Any, point: Ints, share: Floats) -> Floats:
+        if self._drafts_alike:
+            read, part = _places(sparse_tokens, POINTS_PER_OCTAVE)
+            draft = self._drafts(copies).upto(read)[:, 0]
+            return _between(draft[read], draft[read + 1], part)
+        read, part = _places(sparse_tokens, LISTS_PER_OCTAVE)
+        self._hold_lists(int(read[read.argmax()]) + 2)
+        draft = self._drafts(copies).upto(point)
+        low, high = (_between(draft[at, read], draft[at, read + 1], part) for at in (point, point + 1))
+        return _between(low, high, share)
 
     def _hold_lists(self, points: int) -> None:
         if points > self._lists:
