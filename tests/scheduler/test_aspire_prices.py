@@ -202,6 +202,16 @@ def test_contexts_that_no_row_has_are_no_reason_to_warn() -> None:
     assert not warnings and not model.extrapolated
 
 
+def test_tables_that_would_take_long_are_not_filled_ahead() -> None:
+    """Many requests with long contexts, in some layers of whose drafts all is read."""
+    cost = Counted(cells=1000, fixed=True)
+    view = batch(cost, [0], [1], share=0.1)
+    PriceTables(view, cost, 16).fill(range(1, 257), 131_072, 9_200)
+    assert not cost.asked
+    PriceTables(view, cost, 16).fill(range(1, 9), 131_072, 9_200)
+    assert len(cost.asked) == 2 * 8
+
+
 def test_a_price_of_nothing_is_a_price() -> None:
     """Of a model that says 0 seconds."""
     cost = Counted(cells=1000, fixed=True)

@@ -16,6 +16,7 @@ LISTS_PER_OCTAVE = 8  # of tokens that a draft reads besides, in steps some laye
 LINE_ERROR = 3e-3  # relative: what a ratio between two of them may be off at most; mostly it is a tenth of that
 _SHORT = 64.0  # tokens: octaves begin at so many, shorter contexts lie closer together
 _LEAST_S = 1e-12
+_MOST_FILLED = 2_000_000  # prices
 
 _tables: WeakKeyDictionary[CostModel, dict[Any, PriceTables]] = WeakKeyDictionary()
 
@@ -89,9 +90,14 @@ class PriceTables:
 
     def fill(self, sizes: range, longest: int, longest_list: int) -> None:
         """Ask for the prices of batches of ``sizes`` requests, contexts of up to ``longest`` tokens and draft steps
-        that read up to ``longest_list`` tokens of theirs: a second for 500,000 prices."""
+        that read up to ``longest_list`` of them: half a million prices take a second. Where they would be more than
+        `_MOST_FILLED`, they are left to the plans that need them."""
+        per_octave = POINTS_PER_OCTAVE if self._drafts_alike else LISTS_PER_OCTAVE
         contexts = _places(np.array([0, longest]), POINTS_PER_OCTAVE)[0]
-        lists = _places(np.array([0, longest_list]), POINTS_PER_OCTAVE if self._drafts_alike else LISTS_PER_OCTAVE)[0]
+        lists = _places(np.array([0, longest_list]), per_octave)[0]
+        drafts = int(lists[1]) * (1 if self._drafts_alike else int(contexts[1]))
+        if len(sizes) * (int(contexts[1]) * (self._d_max + 1) + drafts) > _MOST_FILLED:
+            return
         if not self._drafts_alike:
             self._hold_lists(int(lists[1]) + 2)
         for copies in sizes:
