@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +202,15 @@ def test_contexts_that_no_row_has_are_no_reason_to_warn() -> None:
     longest = int(model.file.ranges["full_kv_tokens"][1]) // 4
     ratios(built("aspire", 4), batch(model, [0] * 4, [longest] * 4))
     assert not warnings and not model.extrapolated
+
+
+def test_tables_go_with_their_model() -> None:
+    cost = Counted(cells=1000, fixed=True)
+    ratios(built("aspire", 2), batch(cost, [1, 2], [100, 200]))
+    gone = weakref.ref(cost)
+    del cost
+    gc.collect()
+    assert gone() is None
 
 
 def test_tables_that_would_take_long_are_not_filled_ahead() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class PriceTables:
 
     def __init__(self, view: PolicyView, model: CostModel, d_max: int) -> None:
         self._shares = view.full_layer_share, view.select_layer_share
-        self._seconds = what_if_of(model)
+        self._model: CostModel = proxy(model)  # whose tables go when it does
         self._d_max = d_max
         self._drafts_alike = not view.full_layer_share  # at any context
         self._lists = 1  # points of draft steps by the tokens of a list, where contexts are told apart
@@ -156,7 +156,7 @@ class PriceTables:
         rows = PolicyView(drafted, drafted, drafted, context, sparse, *self._shares, _NOTHING, None)  # type: ignore[arg-type]
         columns = np.empty((len(FEATURES), len(context)))
         fill(rows, columns, copies)
-        return np.maximum(self._seconds(StepFeatures.from_columns(columns)), _LEAST_S)
+        return np.maximum(what_if_of(self._model)(StepFeatures.from_columns(columns)), _LEAST_S)
 
 
 class _Table:
