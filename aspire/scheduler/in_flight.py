@@ -63,8 +63,6 @@ class StepsInFlight(Residents):
                 request = self._leave(int(rows_slots[index]), trusted=finish[index] != _ERROR)
                 self._finish(request, FinishReason(int(finish[index])))
                 finished.append(request)
-            if not self.requests:
-                self.clear_up()
         if drafts is not None:
             self._roll_back(plan, rows, drafts if goes_on is None else drafts * goes_on)
         return finished

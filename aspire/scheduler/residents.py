@@ -287,3 +287,5 @@ class Residents:
         request.finish_reason = reason
         self._finished += 1
         del self.requests[request.request_id]
+        if not self.requests:  # there may be no other step
+            self.clear_up()

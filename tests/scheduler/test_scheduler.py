@@ -218,6 +218,15 @@ def test_pages_of_a_request_that_ended_come_free_when_there_is_time_or_need() ->
         assert not len(scheduler.pages_of_gone)
 
 
+def test_pages_come_free_when_those_who_wait_are_aborted_instead_of_run() -> None:
+    scheduler = scheduler_of(num_pages=9, max_model_len=128)
+    add(scheduler, (100, 1), (100, 8))
+    FakeExecutor(scheduler).step()
+    FakeExecutor(scheduler).step()
+    assert len(scheduler.pages_of_gone) == 7 and scheduler.abort("r1")
+    assert not scheduler.has_work and scheduler.pages.num_free == scheduler.pages.num_usable
+
+
 def test_nobody_moves_in_before_a_step_that_has_room_for_the_prompt() -> None:
     scheduler = scheduler_of(max_num_batched_tokens=64)
     add(scheduler, (40, 8), (40, 8), (40, 8))
