@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from aspire import LLM, SamplingParams
+from aspire import LLM, EngineConfig, LLMEngine, SamplingParams
 from aspire.engine.identity import identity_of
 from aspire.errors import MismatchError
 from aspire_calibration import analytic_model
+from tests.scheduler.test_aspire_prices import Counted
 
 SETTINGS = {"load_format": "dummy", "max_num_seqs": 2, "max_model_len": 128, "policy": "aspire+window"}
 
@@ -34,3 +35,19 @@ def test_prices_of_this_setup_are_taken(tmp_path: Path) -> None:
     file = replace(analytic_model("cpu", "smollm2-135m"), hardware={"name": provenance()["hardware"]}, model=model)
     path = replace(file, settings=settings).save(tmp_path / "cost_model.json")
     assert LLM("tiny-llama", cost_model=path, **SETTINGS).engine.scheduler.cost_model is not None
+
+
+def test_prices_are_ready_before_the_first_request_and_after_a_switch() -> None:
+    """No plan of `aspire` asks the cost model."""
+    prices = Counted(cells=1000, fixed=True)
+    config = EngineConfig("tiny-llama", load_format="dummy", max_num_seqs=2, max_model_len=128, policy="aspire+window")
+    engine = LLMEngine(config, cost_model=prices)
+    for policy in ("aspire+window", "aspire+refresh"):
+        engine.set_policy(policy)
+        filled = len(prices.asked)
+        for index in range(2):
+            engine.add_request(f"{policy}-{index}", [1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+        while engine.has_unfinished_requests:
+            engine.step()
+        assert filled and len(prices.asked) == filled
+    assert engine.log.column("drafted").max() > 0
