@@ -47,6 +47,7 @@ class StepLog:
     def __init__(self, reserve_rows: int = 16384) -> None:
         self._steps = 0
         self._rows = 0
+        self._filled = 0  # rows of the block that is being filled
         self._block_rows = max(1, reserve_rows)
         self._full: list[tuple[Ints, NDArray[np.float32]]] = []  # blocks: columns and margins
         self._times = np.zeros((3, 1024))  # start_s, duration_s, planned_s
@@ -166,7 +167,7 @@ class StepLog:
     def _new_block(self, rows: int) -> None:
         self._columns: Ints = np.empty((len(ROW_COLUMNS), rows), dtype=np.int32)
         self._margin: NDArray[np.float32] = np.empty(rows, dtype=np.float32)
-        self._filled = 0  # rows of the block
+        self._filled = 0
 
     def _put_together(self) -> None:
         """All rows in one block, with as much room to spare: who asks after every step does not copy all every time."""

@@ -94,14 +94,15 @@ def test_only_another_batch_is_priced_before_it_is_planned(before: int, after: i
     policy.plan(view_of([8000] * before, [512] * before, model))
     policy.learn()
     asked = []
-    for _ in range(3):
+    for _ in range(7):
         calls = [model.calls]
         policy.plan(view_of([8000] * after, [512] * after, model))
         calls.append(model.calls)
         policy.learn()
         calls.append(model.calls)
         asked.append(np.diff(calls).tolist())
-    assert asked == ([[4, 0], [0, 0], [0, 0]] if at_once else [[0, 2], [0, 2], [0, 0]])
+    quiet = [[0, 0]] * 4  # it may change again in the next step
+    assert asked == ([[4, 0], *quiet, [0, 0], [0, 0]] if at_once else [*quiet, [0, 2], [0, 2], [0, 0]])
 
 
 def test_a_common_round_is_priced_anew_when_it_verifies() -> None:
@@ -118,7 +119,7 @@ def test_a_common_round_is_priced_anew_when_it_verifies() -> None:
         policy.observe(outcome(view, actions, 3))
         drafted = np.where(actions == DRAFT, drafted + 1, 0)
     assert len(priced) >= 4 and not any(drafts for _, drafts in priced), priced
-    assert max(np.diff([step for step, _ in priced])) <= 2 * REPRICE_STEPS + 1
+    assert max(np.diff([step for step, _ in priced])) <= 3 * REPRICE_STEPS + 1
 
 
 def test_a_batch_at_rest_whose_prices_are_old_is_asked_again_with_new_ones() -> None:

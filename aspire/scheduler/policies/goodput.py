@@ -24,6 +24,7 @@ from aspire.scheduler.survival import SurvivalModel, best_rate, worth_drafting
 _MODE_HYSTERESIS = 0.02
 _BLOCK_ROUNDS = 64  # of the thousands that the population remembers
 REPRICE_STEPS = 16  # contexts grow by a token or so a step: prices of the same batch hold for a few steps
+_REPRICE_CHANGED = 4  # steps that they hold of a batch that changed, for one that may change again in the next
 # Where not even a sure draft pays, prices hold until contexts are longer by such a factor: by the first, or, where
 # tables show whether drafts gained by it, by the second.
 _REPRICE_GROWTH, _LOOKED_AT_GROWTH = 1.05, 1.3
@@ -239,7 +240,7 @@ class Goodput(Policy):
         view, now, model = self._stale, self._standing, self._model
         if self._asked:
             return
-        patience = 2 * REPRICE_STEPS if self._drafting else REPRICE_STEPS
+        patience = 3 * REPRICE_STEPS if self._drafting else REPRICE_STEPS
         if view is not None and model is not None and not (self._drafting and now.age < patience):
             self._asked = True
             if now.curve is not None or now.common:
@@ -345,7 +346,7 @@ class Goodput(Policy):
 
     def _outdated(self, prices: Prices, view: PolicyView) -> bool:
         if not _alike(len(view.slots), prices.requests):
-            return True
+            return self._standing.age > _REPRICE_CHANGED
         if self._long_rest:
             grown = float(np.add.reduce(view.context_tokens)) / len(view.slots) / prices.mean_context
             if not _REPRICE_GROWTH < grown <= _LOOKED_AT_GROWTH or self._lacking <= 1.0:
