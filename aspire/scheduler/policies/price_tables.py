@@ -151,9 +151,9 @@ class PriceTables:
         table = self._draft[copies] = _Table(ask, self._lists)
         return table
 
-    def _ask(self, fill: Callable[..., None], copies: int, drafted: Any, sparse: Floats, context: Floats) -> Floats:
+    def _ask(self, fill: Callable[..., None], copies: int, drafted: Any, sparse: Any, context: Any) -> Floats:
         """Seconds [n] of steps of ``copies`` rows, whose features ``fill`` of `PolicyView` knows."""
-        rows = PolicyView(drafted, drafted, drafted, context, sparse, *self._shares, _NOTHING, None)  # type: ignore[arg-type]
+        rows = PolicyView(_NOBODY, drafted, _NOBODY > 0, context, sparse, *self._shares, _NOTHING, None)
         columns = np.empty((len(FEATURES), len(context)))
         fill(rows, columns, copies)
         return np.maximum(what_if_of(self._model)(StepFeatures.from_columns(columns)), _LEAST_S)
@@ -188,6 +188,7 @@ class _Table:
 
 
 _NOTHING = StepFeatures.zeros()
+_NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
 def _tokens(points: Ints, per_octave: int) -> Floats:
