@@ -163,7 +163,7 @@ class Residents:
             if pages - len(found) + self.pages.prefixes.idle(found) + spare > self.pages.num_free:
                 if not self._gone:
                     return
-                self.clear_up()
+                self.clear_up()  # more pages may be found then, or have lost their last holder: look again
                 continue
             self._waiting.pop()
             slot = self.slots.occupy(request, self._limit(request))

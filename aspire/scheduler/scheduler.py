@@ -19,6 +19,7 @@ from aspire.scheduler.features import CostModel, StepFeatures
 from aspire.scheduler.in_flight import StepsInFlight
 from aspire.scheduler.plan import Mode, StepPlan
 from aspire.scheduler.policies import MAX_DRAFT, Action, PolicySpec, PolicyView
+from aspire.scheduler.policies.price_tables import has_tables, tables_of
 from aspire.scheduler.residents import OnRelease
 from aspire.scheduler.slots import SlotRows, index_of
 
@@ -84,11 +85,20 @@ class Scheduler(StepsInFlight):
         self.policy.reset(np.flatnonzero(self.slots.active))
 
     def prepare(self) -> None:
-        """Have the policy work out ahead what it would ask for in the middle of a run, so that no step waits for it."""
+        """Fill the tables of prices that the policy reads, so that no step waits for them; plans are the same without."""
+        model, policy = self.cost_model, self.policy
+        if (
+            not policy.needs_cost_model
+            or policy.params.cost_ratio is not None
+            or model is None
+            or not has_tables(model)
+        ):
+            return
         longest = self.config.max_model_len + 2 * MAX_DRAFT
         contexts = np.arange(longest + 1)
         lists = contexts + self.slots.lists_of(contexts)[2]
-        self.policy.prepare(self._view(_NOBODY, self.slots.gather(_NOBODY), _NOBODY), longest, int(lists.max()))
+        tables = tables_of(model, self._view(_NOBODY, self.slots.gather(_NOBODY), _NOBODY), policy.d_max)
+        tables.fill(range(1, self.config.max_num_seqs + 1), longest, int(lists.max()))
 
     # ---- one step ------------------------------------------------------------------------------------------------
 

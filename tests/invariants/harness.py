@@ -151,7 +151,7 @@ def check_engine(engine: LLMEngine) -> None:
     assert counts.arrived == counts.waiting + counts.running + counts.finished + counts.rejected, counts
     assert counts.running == int(slots.active.sum()) and counts.waiting + counts.running == len(scheduler.requests)
     assert set(engine.live) == set(scheduler.requests)
-    held = [pages.table[slot, : pages.held[slot]] for slot in range(len(slots.active))]
+    held = [pages.held_by(slot) for slot in range(len(slots.active))]
     owned = np.concatenate([*held, scheduler.pages_of_gone])
     owners = np.bincount(owned, minlength=pages.num_pages)
     assert (owners == pages.owners).all() and owners[0] == 0, "owners are counted wrong, or the trash page is held"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aspire.scheduler import Action, Feedback, PolicySpec, PolicyView, StepFeatures
 from aspire.scheduler.policies.goodput import REPRICE_STEPS, Goodput
-from aspire.scheduler.policies.prices import price_batch
+from aspire.scheduler.policies.prices import Prices, price_curve
 from aspire_calibration import LoadedCostModel, analytic_model
 from tests.simulator.helpers import LinearCost
 
@@ -34,6 +34,11 @@ def view_of(context: list[int], sparse: list[int], model: Any, drafted: int = 0,
         cost_model=model,
     )
     return replace(view, **changes)
+
+
+def price_batch(view: PolicyView, model: Any, acceptance: Any, empty_s: float | None = None) -> Prices:
+    """Both halves at once."""
+    return price_curve(view, model, acceptance, empty_s).around(model)
 
 
 def built(slots: int, d_max: int = 16, **params: Any) -> Goodput:

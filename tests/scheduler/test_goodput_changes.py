@@ -11,9 +11,8 @@ import pytest
 from aspire.scheduler import StepFeatures
 from aspire.scheduler.policies import price_tables
 from aspire.scheduler.policies.goodput import REPRICE_STEPS
-from aspire.scheduler.policies.prices import price_batch
 from aspire_calibration import load_cost_model
-from tests.scheduler.test_goodput import DRAFT, built, outcome, play, view_of
+from tests.scheduler.test_goodput import DRAFT, built, outcome, play, price_batch, view_of
 from tests.simulator.helpers import LinearCost
 
 SMOLLM2 = Path(__file__).parents[2] / "calibration" / "profiles" / "h200-smollm2-135m.json"

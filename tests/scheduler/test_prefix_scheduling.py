@@ -85,7 +85,7 @@ class PagedExecutor:
         pages, slots = self.scheduler.pages, self.scheduler.slots
         owners = np.zeros(pages.num_pages, dtype=int)
         for slot in range(len(slots.active)):
-            owners[pages.table[slot, : pages.held[slot]]] += 1
+            owners[pages.held_by(slot)] += 1
         np.add.at(owners, self.scheduler.pages_of_gone, 1)
         assert (owners == pages.owners).all()
         assert pages.num_free == pages.num_usable - np.count_nonzero(owners)

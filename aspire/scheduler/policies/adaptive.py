@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from aspire.errors import UsageError
 from aspire.scheduler.policies.base import Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.policies.cost_ratios import asked_ratios
-from aspire.scheduler.policies.price_tables import fill_tables, has_tables, tables_of
+from aspire.scheduler.policies.price_tables import has_tables, tables_of
 from aspire.scheduler.slots import index_of
 
 
@@ -36,8 +36,8 @@ class AspireParams:
             raise UsageError(f"policy parameter cost_ratio={self.cost_ratio} is not positive; give T_draft / T_verify")
 
 
-def gain_and_cost(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> tuple[Floats, Floats]:
-    """([n], [n]): E(g) / (1 + c g) is larger at g = ``drafted`` + 1 than at ``drafted`` where the first is larger.
+def gains_by_drafting(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> NDArray[np.bool_]:
+    """[n]: whether E(g) / (1 + c g) is larger at g = ``drafted`` + 1 than at ``drafted``.
 
     E(g) = (1 - a^(g+1)) / (1 - a), the expected tokens of a round of g drafts, is concave and 1 + c g is straight, so
     their ratio rises up to its argmax g* and never again: this says ``drafted`` < g* without trying every g.
@@ -48,7 +48,7 @@ def gain_and_cost(alpha: Floats, cost_ratio: Floats, drafted: Ints) -> tuple[Flo
     tokens = (1.0 - after) / np.maximum(rejected, 1e-9)
     if len(rejected) and rejected[rejected.argmin()] <= 1e-9:
         tokens = np.where(rejected <= 1e-9, more, tokens)
-    return np.asarray(after * (1.0 + cost_ratio * drafted)), np.asarray(cost_ratio * tokens)
+    return np.asarray(after * (1.0 + cost_ratio * drafted) > cost_ratio * tokens)
 
 
 class Aspire(Policy):
@@ -73,7 +73,7 @@ class Aspire(Policy):
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         at, drafted = index_of(view.slots), view.drafted
-        draft = self._worth_drafting(view, self._alpha[at]) & (drafted < self.d_max)
+        draft = gains_by_drafting(self._alpha[at], self._cost_ratios(view), drafted) & (drafted < self.d_max)
         first = self._first_round[at]
         if np.count_nonzero(first):
             draft = np.where(first, drafted < min(self.params.gamma_init, self.d_max), draft)
@@ -89,17 +89,6 @@ class Aspire(Policy):
         slots, accepted = feedback.slots[learn], feedback.accepted[learn]
         estimate = accepted / np.minimum(accepted + 1, feedback.drafted[learn])
         self._alpha[slots] = self.params.w * self._alpha[slots] + (1.0 - self.params.w) * estimate
-
-    def prepare(self, view: PolicyView, longest_context: int, longest_list: int) -> None:
-        if self.params.cost_ratio is None:
-            fill_tables(view, self.d_max, self.max_slots, longest_context, longest_list)
-
-    def _worth_drafting(self, view: PolicyView, alpha: Floats) -> NDArray[np.bool_]:
-        """[n]: whether g* of each request is more than it holds."""
-        if not len(view.slots):
-            return np.zeros(0, dtype=bool)
-        gain, cost = gain_and_cost(alpha, self._cost_ratios(view), view.drafted)
-        return np.asarray(gain > cost)
 
     def _cost_ratios(self, view: PolicyView) -> Floats:
         count, sparse = len(view.slots), view.sparse_tokens

@@ -134,10 +134,6 @@ class Policy(ABC):
         the order is always plan of the next step, `learn`, outcome of this one, whoever runs the steps.
         """
 
-    def prepare(self, view: PolicyView, longest_context: int, longest_list: int) -> None:  # noqa: B027
-        """Work out what plans of batches like ``view``, which holds no rows, would have to ask for: contexts of up to
-        ``longest_context`` tokens, draft steps that read up to ``longest_list`` of them. Plans are the same without."""
-
     def reset(self, slots: Ints) -> None:  # noqa: B027
         """Forget the requests that were in ``slots``; others move in."""
 

@@ -21,13 +21,13 @@ def asked_ratios(view: PolicyView, model: CostModel) -> Floats:
     slow to ask."""
     priced = None
     if cells_per_price_of(model) * len(view.slots) > _SLOW_TO_PRICE:
-        priced = PricedRows.of(view.drafted, view.context_tokens)
+        priced = _PricedRows.of(view.drafted, view.context_tokens)
     if priced is None:
-        return exact_ratios(view, model, slice(None))
-    return priced.between(exact_ratios(view, model, priced.rows))
+        return _exact_ratios(view, model, slice(None))
+    return priced.between(_exact_ratios(view, model, priced.rows))
 
 
-def exact_ratios(view: PolicyView, model: CostModel, rows: Ints | slice) -> Floats:
+def _exact_ratios(view: PolicyView, model: CostModel, rows: Ints | slice) -> Floats:
     """[rows]: what `asked_ratios` says of the ``rows`` of ``view``, each of them priced."""
     copies = len(view.slots)
     names = ("slots", "drafted", "can_draft", "context_tokens", "sparse_tokens")
@@ -41,7 +41,7 @@ def exact_ratios(view: PolicyView, model: CostModel, rows: Ints | slice) -> Floa
 
 
 @dataclass(frozen=True)
-class PricedRows:
+class _PricedRows:
     """The requests of a batch that are priced. What the others cost lies between two of them that hold as many
     drafts, in proportion to their contexts, which are at most a fourth apart."""
 
@@ -51,7 +51,7 @@ class PricedRows:
     weight: Floats  # [n] of the latter
 
     @classmethod
-    def of(cls, drafted: Ints, context_tokens: Ints) -> PricedRows | None:
+    def of(cls, drafted: Ints, context_tokens: Ints) -> _PricedRows | None:
         """None where nearly all would be priced."""
         count = len(drafted)
         kind = drafted * _STEPS + (_STEPS_PER_OCTAVE * np.log2(context_tokens)).astype(np.int64)

@@ -6,6 +6,7 @@ are weighed against from what the batch reached lately, in units of its own auto
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,8 @@ from aspire.errors import UsageError
 from aspire.scheduler.features import CostModel
 from aspire.scheduler.policies.base import Action, Feedback, Floats, Ints, Policy, PolicyView, draft_where
 from aspire.scheduler.policies.pace import Pace
-from aspire.scheduler.policies.price_tables import best_round_of, fill_tables
-from aspire.scheduler.policies.prices import EMPTY, PriceCurve, Prices, price_curve
+from aspire.scheduler.policies.price_tables import best_round_of
+from aspire.scheduler.policies.prices import EMPTY, PriceCurve, Prices, means_of, price_curve
 from aspire.scheduler.policies.rounds import plan_round
 from aspire.scheduler.slots import index_of
 from aspire.scheduler.survival import SurvivalModel, best_rate, worth_drafting
@@ -79,13 +80,6 @@ def _comparable(requests: int, others: int) -> bool:
     return requests < 2 * others and others < 2 * requests
 
 
-def _means(view: PolicyView) -> tuple[int, float, float]:
-    """Requests, and means of the tokens that a draft and a verification read."""
-    count = len(view.slots)
-    sparse, context = np.add.reduce(view.sparse_tokens), np.add.reduce(view.context_tokens)
-    return count, float(sparse) / count, float(context) / count
-
-
 @dataclass
 class _Standing:
     """Prices that stand until they are old or the batch is another one; ``curve``: half of those to come. ``age``:
@@ -140,10 +134,6 @@ class Goodput(Policy):
         self._rest = min(self._rest, _REST_STEPS)
         self.survival.reset(slots)
         self._idle[slots] = 0
-
-    def prepare(self, view: PolicyView, longest_context: int, longest_list: int) -> None:
-        if self.params.cost_ratio is None:
-            fill_tables(view, self.d_max, self.max_slots, longest_context, longest_list)
 
     def rests(self, requests: int) -> bool:
         self._prompt_steps = 0
@@ -348,14 +338,13 @@ class Goodput(Policy):
         if not _alike(len(view.slots), prices.requests):
             return self._standing.age > _REPRICE_CHANGED
         if self._long_rest:
-            grown = float(np.add.reduce(view.context_tokens)) / len(view.slots) / prices.mean_context
+            sparse, context = means_of(view)
+            grown = context / prices.mean_context
             if not _REPRICE_GROWTH < grown <= _LOOKED_AT_GROWTH or self._lacking <= 1.0:
                 return grown > _REPRICE_GROWTH
             before = best_round_of(view, self.d_max, prices.requests, prices.mean_sparse, prices.mean_context)
-            if before is None:
-                return True
-            now = best_round_of(view, self.d_max, *_means(view))
-            return now is None or (now / before) * (now / before) > self._lacking
+            now = best_round_of(view, self.d_max, len(view.slots), sparse, context)
+            return before is None or now is None or now > before * math.sqrt(self._lacking)
         return self._standing.age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
 
     def _lacks(self, wanted: Floats) -> float:

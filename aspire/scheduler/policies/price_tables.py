@@ -34,13 +34,6 @@ def tables_of(model: CostModel, view: PolicyView, d_max: int) -> PriceTables:
     return known[of]
 
 
-def fill_tables(view: PolicyView, d_max: int, most_requests: int, longest_context: int, longest_list: int) -> None:
-    """Have all that plans of up to ``most_requests`` rows like those of ``view`` may read, if its cost model has
-    tables; see `PriceTables.fill`."""
-    if view.cost_model is not None and has_tables(view.cost_model):
-        tables_of(view.cost_model, view, d_max).fill(range(1, most_requests + 1), longest_context, longest_list)
-
-
 def best_round_of(
     view: PolicyView, d_max: int, requests: int, sparse_tokens: float, context_tokens: float
 ) -> float | None:

@@ -57,44 +57,46 @@ class Prices:
 
 @dataclass(frozen=True)
 class PriceCurve:
-    """Half of the `Prices` of a batch of ``requests``: seconds by draft length. The other half are chords `around` the
-    best one. Each is a call of the cost model, so that two steps can share the work."""
+    """Half of the `Prices` of a batch of ``requests``: the ``best`` draft length, the seconds of the mean step of its
+    rounds, ``step_s``, and their ``speedup``. The other half are chords `around` it. Each is a call of the cost model,
+    so that two steps can share the work."""
 
     requests: int
-    seconds: Floats  # [d_max + 1] of the mean step when all requests draft 0, 1, .. a round
-    rates: Floats  # [d_max + 1] tokens per second in such rounds
+    best: int
+    step_s: float
+    speedup: float
     ar_rate: float
     rounds: RoundPrices
     reach: Floats  # [len(FEATURES), 5] of the whole batch: a draft row, a token, a verification, its lists, its context
-    best: StepFeatures  # half of the mean step of the best draft length
+    half: StepFeatures  # of the mean step of the best draft length, beside what else is in it
     mean_sparse: float
     mean_context: float
 
     def around(self, model: CostModel) -> Prices:
         """The prices; ``model``: the one that priced the curve."""
-        count, best = self.requests, int(self.rates.argmax())
-        chords_s = model.marginal(self.best, StepFeatures.from_columns(self.reach))
+        count, best = self.requests, self.best
+        chords_s = model.marginal(self.half, StepFeatures.from_columns(self.reach))
         row, token, verify_s, sparse, context = (np.maximum(chords_s, 0.0) / count).tolist()
         rows_s = count * (best * (row + token) + verify_s) / (best + 1.0)
-        step_s = float(self.seconds[best])
         return Prices(
             requests=count,
             row=row,
             token=token,
             sparse_token=sparse / max(self.mean_sparse, 1.0),
             context_token=context / max(self.mean_context, 1.0),
-            shared=min(max(step_s - rows_s, 0.0), max(step_s, 0.0)),
+            shared=min(max(self.step_s - rows_s, 0.0), max(self.step_s, 0.0)),
             ar_rate=self.ar_rate,
-            speedup=float(self.rates[best]) / self.ar_rate,
+            speedup=self.speedup,
             mean_sparse=self.mean_sparse,
             mean_context=self.mean_context,
             rounds=self.rounds,
         )
 
 
-def price_batch(view: PolicyView, model: CostModel, acceptance: Floats, empty_s: float | None = None) -> Prices:
-    """Price the rows of ``view`` at once, see `price_curve`."""
-    return price_curve(view, model, acceptance, empty_s).around(model)
+def means_of(view: PolicyView) -> tuple[float, float]:
+    """Tokens that a draft and a verification of the requests of ``view`` read, on average."""
+    count, sparse, context = len(view.slots), np.add.reduce(view.sparse_tokens), np.add.reduce(view.context_tokens)
+    return float(sparse) / count, float(context) / count
 
 
 def price_curve(view: PolicyView, model: CostModel, acceptance: Floats, empty_s: float | None = None) -> PriceCurve:
@@ -106,8 +108,7 @@ def price_curve(view: PolicyView, model: CostModel, acceptance: Floats, empty_s:
     step, where it is known already.
     """
     count, lengths = len(view.slots), np.arange(acceptance.shape[1] + 1.0)
-    mean_context = float(np.add.reduce(view.context_tokens)) / count
-    mean_sparse = float(np.add.reduce(view.sparse_tokens)) / count
+    mean_sparse, mean_context = means_of(view)
     typical = replace(
         view,
         slots=view.slots[:1],
@@ -137,12 +138,13 @@ def price_curve(view: PolicyView, model: CostModel, acceptance: Floats, empty_s:
     ar_rate = count / max(empty_s + float(added_s[len(lengths)]), 1e-12)
     return PriceCurve(
         requests=count,
-        seconds=seconds,
-        rates=rates,
+        best=best,
+        step_s=float(seconds[best]),
+        speedup=float(rates[best]) / ar_rate,
         ar_rate=ar_rate,
         rounds=price_rounds(added_s[len(lengths) + 1 :], empty_s, count, tokens),
         reach=count * reach,
-        best=StepFeatures.from_columns(beside + 0.5 * steps[:, best : best + 1]),
+        half=StepFeatures.from_columns(beside + 0.5 * steps[:, best : best + 1]),
         mean_sparse=mean_sparse,
         mean_context=mean_context,
     )
