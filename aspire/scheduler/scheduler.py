@@ -85,14 +85,10 @@ class Scheduler(StepsInFlight):
         self.policy.reset(np.flatnonzero(self.slots.active))
 
     def prepare(self) -> None:
-        """Fill the tables of prices that the policy reads, so that no step waits for them; plans are the same without."""
+        """Fill the tables of prices that the policy reads, so that no step waits for them; plans stay the same."""
         model, policy = self.cost_model, self.policy
-        if (
-            not policy.needs_cost_model
-            or policy.params.cost_ratio is not None
-            or model is None
-            or not has_tables(model)
-        ):
+        asks = policy.needs_cost_model and policy.params.cost_ratio is None
+        if not asks or model is None or not has_tables(model):
             return
         longest = self.config.max_model_len + 2 * MAX_DRAFT
         contexts = np.arange(longest + 1)
