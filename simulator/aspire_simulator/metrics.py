@@ -5,8 +5,8 @@
 It does not depend on how prefill is chunked, and a policy cannot gain by hiding decode work in prefill steps, because
 neither the tokens nor the time of those steps count. ``decode_only_share`` says which share of all output tokens the
 figure rests on; below about one half it says little about the run. ``full_batch_throughput`` is the same over the
-steps that have at least 90 % of the run's largest number of rows: the steady state, without the tail in which few
-requests remain.
+steps in which at least 90 % of the run's largest number of requests are under way, those that sit the step out among
+them: the steady state, without the tail in which few requests remain.
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ def throughput(steps: StepLog) -> dict[str, float]:
         return {}
     committed = _per_step(steps, steps.column("committed"))
     prefill = _per_step(steps, steps.column("mode") == PREFILL) > 0
-    rows = np.diff(steps.row_end, prepend=0)
+    running = _running(steps)
     decode = ~prefill
     found = {"decode_only_throughput": 0.0, "decode_only_time_s": float(steps.duration_s[decode].sum())}
     if found["decode_only_time_s"] > 0:
         found["decode_only_throughput"] = float(committed[decode].sum()) / found["decode_only_time_s"]
     total = float(committed.sum())
     found["decode_only_share"] = float(committed[decode].sum()) / total if total else 0.0
-    full = decode & (rows >= 0.9 * rows.max())
+    full = decode & (running >= 0.9 * running.max())
     time_s = float(steps.duration_s[full].sum())
     if time_s > 0:
         found["full_batch_throughput"] = float(committed[full].sum()) / time_s
@@ -259,6 +259,18 @@ def oracle_gap(throughput_tok_s: float, oracle_tok_s: float) -> float:
             f"oracle throughput {oracle_tok_s} must be positive; run the oracle policy on the same workload"
         )
     return 1.0 - throughput_tok_s / oracle_tok_s
+
+
+def _running(steps: StepLog) -> NDArray[np.int64]:
+    """[steps]: requests under way, from their first row to their last; a request may have none in a step between."""
+    request, step = steps.column("request"), steps.step_of_row()
+    first = np.full(int(request.max()) + 1, len(steps))
+    end = np.zeros(len(first), dtype=np.int64)
+    np.minimum.at(first, request, step)
+    np.maximum.at(end, request, step + 1)
+    seen = end > 0
+    change = np.bincount(first[seen], minlength=len(steps) + 1) - np.bincount(end[seen], minlength=len(steps) + 1)
+    return np.cumsum(change)[: len(steps)]
 
 
 def _per_step(steps: StepLog, values: NDArray[Any]) -> NDArray[np.int64]:

@@ -59,6 +59,19 @@ def test_by_hand(by_hand: Run) -> None:
     assert sum(summary["phase_mix"].values()) == pytest.approx(1.0)
 
 
+def test_full_batch_counts_the_steps_that_requests_sit_out() -> None:
+    """Two requests share common rounds, in which the second waits while the first drafts on."""
+    log = StepLog()
+    step(log, 0.0, 1.0, (0, 1, 0, 0, 1), (1, 1, 0, 0, 1))
+    step(log, 1.0, 0.5, (0, 2, 0, 0, 0), (1, 2, 0, 0, 0))
+    step(log, 1.5, 0.5, (0, 2, 1, 0, 0))
+    step(log, 2.0, 1.0, (0, 3, 2, 2, 3), (1, 3, 1, 0, 1))
+    step(log, 3.0, 1.0, (0, 3, 0, 0, 1))  # alone: the tail
+    found = throughput(log)
+    assert found["full_batch_throughput"] == pytest.approx(4 / 2.0) and found["full_batch_time_s"] == 2.0
+    assert found["decode_only_throughput"] == pytest.approx(5 / 3.0)
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_any_run(seed: int) -> None:
