@@ -76,23 +76,22 @@ def test_a_batch_whose_drafts_gain_nothing_is_priced_anew_less_often(monkeypatch
     assert priced[True] <= priced[False] // 2, priced
 
 
-def test_no_round_begins_in_a_time_of_prompts_but_an_interruption_changes_nothing() -> None:
+def test_rounds_go_on_beside_prompts_for_as_long_as_these_last() -> None:
+    """A draft beside a prompt costs its row alone, a verification in each of these steps its whole context."""
     model = LinearCost(base=1e-3, token=1e-6, kv=2e-8)
     chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_pairs=2e6)
     view = view_of([8000] * 32, [512] * 32, model)
     policy, drafted, drew = built(32), np.zeros(32, dtype=np.int64), []
-    prompts = [step % 10 == 9 or 100 <= step < 140 for step in range(160)]
+    prompts = [step % 10 == 9 or 100 <= step < 140 for step in range(180)]
     for prompt in prompts:
         now = replace(view, drafted=drafted, other=chunk if prompt else StepFeatures.zeros())
         actions = policy.plan(now)
         drew.append((actions == DRAFT).sum())
-        assert not prompt or drafted.any() or len(drew) < 103 or policy.resting
         policy.observe(outcome(now, actions, 9))
         drafted = np.where(actions == DRAFT, drafted + 1, 0)
     shares = np.array(drew) / 32
-    assert shares[20:100].mean() > 0.6 and shares[[29, 39, 49, 59, 69, 79, 89, 99]].mean() > 0.4
-    assert not shares[100 + policy.d_max + 3 : 140].any()  # rounds that were going on came to their end
-    assert shares[140:].mean() > 0.6
+    for first, end in ((20, 100), (100, 140), (140, 180)):
+        assert shares[first:end].mean() > 0.6, shares[first:end]
 
 
 def test_a_few_that_are_left_of_many_go_on_drafting() -> None:
@@ -108,12 +107,10 @@ def test_a_few_that_are_left_of_many_go_on_drafting() -> None:
     assert play(policy, few, 60, accepted=15).mean() > 0.6
 
 
-def test_a_batch_at_rest_counts_the_prompts_that_come_meanwhile() -> None:
-    """The rest ends in a time of prompts, and drafts would pay: none is made before the prompts are done."""
+def test_a_batch_at_rest_is_asked_again_beside_prompts() -> None:
+    """The rest ends in a time of prompts, and drafts pay by then."""
     chunk = StepFeatures.of(rows=1.0, query_tokens=2000.0, prefill_tokens=2000.0, prefill_pairs=2e6)
     policy, dear, cheap = built(32), LinearCost(base=1e-3), LinearCost(base=1e-3, token=1e-6, kv=2e-8)
     assert (policy.plan(view_of([200] * 32, [200] * 32, dear)) != DRAFT).all() and policy.rests(32)
-    view = view_of([8000] * 32, [512] * 32, cheap)
-    for _ in range(40):
-        assert (policy.plan(replace(view, other=chunk)) != DRAFT).all() and policy.resting
-    assert (policy.plan(view) == DRAFT).all()
+    beside = replace(view_of([8000] * 32, [512] * 32, cheap), other=chunk)
+    assert any((policy.plan(beside) == DRAFT).all() for _ in range(40))

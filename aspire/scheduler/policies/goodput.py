@@ -30,7 +30,6 @@ _REPRICE_CHANGED = 4  # steps that they hold of a batch that changed, for one th
 # tables show whether drafts gained by it, by the second.
 _REPRICE_GROWTH, _LOOKED_AT_GROWTH = 1.05, 1.3
 _DOUBT = 0.9  # a batch that rests where its prices promise more thinks too much of its pace
-_PROMPT_STEPS = 2  # so many steps with prompts in a row are an interruption, more are a time of their own
 _DRAFT, _VERIFY = np.int8(Action.DRAFT), np.int8(Action.VERIFY)
 # a batch in which nobody drafts is asked again after so many steps, less where it explores often, and no later than
 # that after another request moved in
@@ -113,7 +112,6 @@ class Goodput(Policy):
         self._drafting = False  # the step planned last only drafts
         self._model: CostModel | None = None
         self._empty_s = 0.0  # an empty step of the model
-        self._prompt_steps = 0  # steps with prompts in a row
         self._plain: list[Feedback] = []  # of steps without drafts, not learned from yet
         self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
         self._rests_for = 0  # requests
@@ -136,7 +134,6 @@ class Goodput(Policy):
         self._idle[slots] = 0
 
     def rests(self, requests: int) -> bool:
-        self._prompt_steps = 0
         return self._rests_on(requests)
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
@@ -144,11 +141,7 @@ class Goodput(Policy):
         self._drafting = self._asked = False
         if not count or not self.d_max:
             return np.full(count, _VERIFY)
-        self._prompt_steps = self._prompt_steps + 1 if view.other.query_tokens else 0
-        prefilling = self._prompt_steps > _PROMPT_STEPS
-        if not held and prefilling:
-            self.resting, self._rest = True, 0  # asked again as soon as they are done
-        if not held and (prefilling or self._rests_on(count)):
+        if not held and self._rests_on(count):
             return np.full(count, _VERIFY)
         self._catch_up()
         rate = self._rate(view)
@@ -173,8 +166,6 @@ class Goodput(Policy):
             if np.count_nonzero(idle):
                 # at once: what comes of this round may be observed only after the next one was planned
                 self._idle[view.slots[draft & fresh & view.can_draft]] = 0
-        if prefilling:
-            draft &= view.drafted > 0
         # autoregressive for now: no page mass is paid for; who holds drafts will want a list for the next ones
         self.resting = not held and not np.count_nonzero(draft)
         self._rest = 0
@@ -225,7 +216,7 @@ class Goodput(Policy):
         its verification is long enough; else two steps share the work.
         """
         self.survival.learn()
-        if self.resting and not self._rest and not self._prompt_steps:  # the next step is planned again
+        if self.resting and not self._rest:  # the next step is planned again
             self._catch_up()
         view, now, model = self._stale, self._standing, self._model
         if self._asked:
