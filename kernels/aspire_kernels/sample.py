@@ -7,6 +7,7 @@ vLLM.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -135,22 +136,30 @@ def sample_reference(logits: Tensor, params: SamplingRows) -> Sampled:
     return Sampled(token=token.to(torch.int32), margin=margin, logprob=logprob)
 
 
-_SIZES = {"cuda": (4096, 256, 2048, 8192, 16), "interpreter": (512, 64, 256, 512, 4)}
-"""BLOCK, SUB, CAP, SEARCH, HOT of the kernels; small ones let small tests reach every path."""
+_SIZES = {"cuda": (4096, 64, 2048, 256, 8192, 64), "interpreter": (512, 64, 256, 64, 512, 4)}
+"""BLOCK, SUB, CAP, FEW, SEARCH, HOT of the kernels; small ones let small tests reach every path."""
+_ALONE = 128
+"""Of more rows than this a multiprocessor has two: each takes half of HOT, and half the registers."""
 
 
 def scratch_bytes(rows: int, vocab: int, device_type: str = "cuda") -> int:
     """Bytes that `sample` allocates beside the logits, its results included."""
-    block, sub, cap, _, _ = _SIZES["cuda" if device_type == "cuda" else "interpreter"]
+    block, sub, cap, *_ = _SIZES["cuda" if device_type == "cuda" else "interpreter"]
     blocks = cdiv(vocab, block)
     return 4 * rows * (6 * blocks + 2 * blocks * (block // sub) + 2 * cap + 3)
+
+
+def _most_stretches(subs: int, cap: int) -> int:
+    """Stretches of SUB tokens that give the candidates where no top-k asks for fewer: of logits without order, as many
+    as hold about three quarters of ``cap`` tokens not below the least of their maxima; at most 7/8 of ``subs``."""
+    return max(1, min(subs - subs // 8, int(subs * -math.expm1(-0.75 * cap / subs))))
 
 
 def sample(logits: Tensor, params: SamplingRows) -> Sampled:
     """Kernel form of `sample_reference`: two launches, no host wait; ``logits`` float32, float16 or bfloat16, last axis
     contiguous."""
     rows, vocab = logits.shape
-    block, sub, cap, search, hot = _SIZES["cuda" if logits.device.type == "cuda" else "interpreter"]
+    block, sub, cap, few, search, hot = _SIZES["cuda" if logits.device.type == "cuda" else "interpreter"]
     blocks = cdiv(vocab, block)
     subs = blocks * (block // sub)
     device = logits.device
@@ -182,12 +191,14 @@ def sample(logits: Tensor, params: SamplingRows) -> Sampled:
         out.margin,
         out.logprob,
         subs,
+        _most_stretches(subs, cap),
         BLOCK=block,
         SUB=sub,
         CAP=cap,
+        FEW=few,
         BLOCKS=max(2, next_power_of_2(blocks)),
         SUBS=max(2, next_power_of_2(subs)),
-        HOT=hot,
+        HOT=hot if rows <= _ALONE else hot // 2,
         SEARCH=search,
         num_warps=8,
         **LAUNCH,

@@ -2,9 +2,9 @@
 
 Two launches for any mix of rows. The first reads the logits once, in blocks: log-sum-exps, the largest logit of every
 SUB tokens, and (for rows without filters, and T = 0) the two best perturbed scores. The second finishes each row. A
-filtered row takes as candidates all logits not below the r-th largest SUB maximum: at least r tokens, usually a few
-hundred, found by reading only the stretches that hold one. If the candidates provably hold all tokens that the filters
-keep, the filters run on them in registers; else the row's logits are searched whole, 16 short passes a filter.
+filtered row takes as candidates all logits not below the r-th largest SUB maximum: at least r tokens, with a top-k of r
+little more, found by reading only the stretches that hold one. If the candidates provably hold all tokens that the
+filters keep, the filters run on them in registers; else the row's logits are searched whole, 16 passes a filter.
 Floor: ``rows * vocab`` logits read once.
 """
 
@@ -79,30 +79,56 @@ def scan_kernel(
 
 
 @triton.jit
-def _kth_key(key, k, STEPS: tl.constexpr):
-    """The k-th largest of the integers ``key``."""
-    limit = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, -0x7FFFFFFF - 1)
-    for step in range(STEPS):
-        trial = limit | (1 << (30 - step))
-        limit = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, limit)
-    return limit
+def _middle(low, high):
+    """Half way between two integers, rounded down; their sum may not be one of 32 bits."""
+    return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
-def _mass_key(key, weight, wanted):
-    """The largest key such that the weights at or above it reach ``wanted``; the smallest integer if none does."""
-    limit = tl.where(tl.sum(tl.where(key >= 0, weight, 0.0), 0) >= wanted, 0, -0x7FFFFFFF - 1)
-    for step in range(31):
-        trial = limit | (1 << (30 - step))
-        limit = tl.where(tl.sum(tl.where(key >= trial, weight, 0.0), 0) >= wanted, trial, limit)
-    return limit
+def _kth_key(key, k, valid):
+    """A limit that the k largest of the ``valid`` integers ``key`` reach, and those tied with the last of them, no
+    others. At least k are valid.
+
+    Each pass halves the stretch that the limit lies in, and waits for the whole program. Once k keys are left above it
+    any limit in it will do: a dozen passes for a few hundred keys without ties, 24 or so with.
+    """
+    low = tl.min(tl.where(valid, key, 0x7FFFFFFF), 0)
+    high = tl.max(tl.where(valid, key, -0x7FFFFFFF - 1), 0) + 1
+    above = tl.sum(valid.to(tl.int32), 0)
+    middle = _middle(low, high)
+    while (above != k) & (middle > low):
+        reach = tl.sum((valid & (key >= middle)).to(tl.int32), 0)
+        above = tl.where(reach >= k, reach, above)
+        low = tl.where(reach >= k, middle, low)
+        high = tl.where(reach >= k, high, middle)
+        middle = _middle(low, high)
+    return low
+
+
+@triton.jit
+def _mass_key(key, weight, wanted, valid):
+    """A limit that the largest of the ``valid`` integers ``key`` reach, as few as have together the ``wanted`` weight,
+    and those tied with the last of them; all if none has. It is found as in `_kth_key`, once one key is left."""
+    low = tl.min(tl.where(valid, key, 0x7FFFFFFF), 0)
+    high = tl.max(tl.where(valid, key, -0x7FFFFFFF - 1), 0) + 1
+    left = tl.sum(valid.to(tl.int32), 0)
+    middle = _middle(low, high)
+    while (left > 1) & (middle > low):
+        upper = valid & (key >= middle)
+        reached = tl.sum(tl.where(upper, weight, 0.0), 0) >= wanted
+        between = tl.sum((upper & (key < high)).to(tl.int32), 0)
+        left = tl.where(reached, between, left - between)
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+        middle = _middle(low, high)
+    return low
 
 
 @triton.jit
 def _search_row(at, vocab, inverse, peak, floor, k, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """As `_kth_key` (COUNT) or `_mass_key` over the whole row of logits ``at``, among keys not below ``floor``.
 
-    Two bits a pass over the row: a pass waits for its loads more than it computes.
+    Two bits a pass over the row: a pass waits for its loads more than it computes, and for each sum.
     """
     sign = -0x7FFFFFFF - 1
     limit = 0  # of keys with the sign flipped: their bits sort like unsigned integers
@@ -112,22 +138,60 @@ def _search_row(at, vocab, inverse, peak, floor, k, wanted, COUNT: tl.constexpr,
         low = (limit | (1 << shift)) ^ sign
         middle = (limit | (2 << shift)) ^ sign
         high = (limit | (3 << shift)) ^ sign
-        total_low = 0.0
-        total_middle = 0.0
-        total_high = 0.0
+        in_low = tl.zeros((BLOCK,), dtype=tl.float32)
+        in_middle = tl.zeros((BLOCK,), dtype=tl.float32)
+        in_high = tl.zeros((BLOCK,), dtype=tl.float32)
         for v0 in range(0, vocab, BLOCK):
             token = v0 + tl.arange(0, BLOCK)
             scaled = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32) * inverse
             key = _key(scaled)
             each = tl.where(key >= floor, 1.0 if COUNT else tl.exp(scaled - peak), 0.0)
-            total_low += tl.sum(tl.where(key >= low, each, 0.0), 0)
-            total_middle += tl.sum(tl.where(key >= middle, each, 0.0), 0)
-            total_high += tl.sum(tl.where(key >= high, each, 0.0), 0)
-        digit = (
-            (total_low >= goal).to(tl.int32) + (total_middle >= goal).to(tl.int32) + (total_high >= goal).to(tl.int32)
-        )
+            in_low += tl.where(key >= low, each, 0.0)
+            in_middle += tl.where(key >= middle, each, 0.0)
+            in_high += tl.where(key >= high, each, 0.0)
+        digit = (tl.sum(in_low, 0) >= goal).to(tl.int32)
+        digit += (tl.sum(in_middle, 0) >= goal).to(tl.int32)
+        digit += (tl.sum(in_high, 0) >= goal).to(tl.int32)
         limit = limit | (digit << shift)
     return limit ^ sign
+
+
+@triton.jit
+def _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, SIZE: tl.constexpr, CAP: tl.constexpr):
+    """Limit of top-k and top-p among ``found`` candidates ``values``, and whether the whole row must be searched for
+    it: the candidates do not hold every token that the filters keep."""
+    c = tl.arange(0, SIZE)
+    held = c < tl.minimum(found, SIZE)
+    scaled = tl.load(values + c, mask=held, other=float("-inf")) * inverse
+    key = _key(scaled)
+    weight = tl.where(held, tl.exp(scaled - peak), 0.0)
+    by_count = (k > 0) & (found >= tl.minimum(k, vocab))
+    by_mass = (p < 1.0) & (k <= 0) & (tl.sum(weight, 0) >= p * whole)
+    by_floor = (low > 0.0) & (_key(floor) >= tl.min(tl.where(held, key, 0x7FFFFFFF), 0))
+    enough = (found <= CAP) & (by_count | by_mass | by_floor)
+    limit = -0x7FFFFFFF - 1
+    if enough:
+        if (k > 0) & by_count:
+            limit = _kth_key(key, tl.minimum(k, vocab), held)
+        if p < 1.0:
+            # with top-k the softmax is over what it kept
+            kept = held & (key >= limit)
+            kept_mass = tl.where(k > 0, tl.sum(tl.where(kept, weight, 0.0), 0), whole)
+            if by_count | by_mass:
+                limit = tl.maximum(limit, _mass_key(key, weight, p * kept_mass, kept))
+    # a floor inside the candidates settles top-k and top-p alone too, but top-p needs the mass that top-k keeps
+    return limit, (enough == 0) | ((k > 0) & (by_count == 0) & (p < 1.0))
+
+
+@triton.jit
+def _best_among(values, tokens, found, inverse, limit, seed, position, SIZE: tl.constexpr):
+    """`_best_two` of the ``found`` candidates not below ``limit``, perturbed."""
+    c = tl.arange(0, SIZE)
+    held = c < tl.minimum(found, SIZE)
+    scaled = tl.load(values + c, mask=held, other=float("-inf")) * inverse
+    token = tl.load(tokens + c, mask=held, other=0x7FFFFFFE)
+    kept = held & (_key(scaled) >= limit)
+    return _best_two(tl.where(kept, scaled + gumbel_at(seed, position, token), float("-inf")), token)
 
 
 @triton.jit
@@ -151,9 +215,11 @@ def finish_kernel(
     margin_out,
     logprob_out,
     subs,
+    most,  # stretches that give the candidates where top-k asks for no fewer
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
     CAP: tl.constexpr,
+    FEW: tl.constexpr,  # candidates that are worth a shorter way
     BLOCKS: tl.constexpr,  # power of two >= blocks
     SUBS: tl.constexpr,  # power of two >= subs
     HOT: tl.constexpr,  # stretches read at once
@@ -183,11 +249,10 @@ def finish_kernel(
         # 1. candidates: everything not below the rank-th largest SUB maximum
         s = tl.arange(0, SUBS)
         maxima = tl.load(sub_max + row * subs + s, mask=s < subs, other=float("-inf"))
-        many = tl.maximum(subs - subs // 8, 1)
-        rank = tl.where((k > 0) & (k < many), k, many)
-        maxima_key = tl.where(s < subs, _key(maxima), -0x7FFFFFFF - 1)
-        edge = _kth_key(maxima_key, rank, 31)
-        hot = maxima_key >= edge
+        rank = tl.where((k > 0) & (k < most), k, most)
+        maxima_key = _key(maxima)
+        edge = _kth_key(maxima_key, rank, s < subs)
+        hot = (s < subs) & (maxima_key >= edge)
         place = tl.cumsum(hot.to(tl.int32), 0) - 1
         tl.store(hot_subs + row * subs + place, s, mask=hot)
         hot_count = tl.sum(hot.to(tl.int32), 0)
@@ -208,32 +273,16 @@ def finish_kernel(
             tl.store(cand_token + row * CAP + where, token, mask=fits)
             found += tl.sum(taken.to(tl.int32), 0)
         tl.debug_barrier()
-        c = tl.arange(0, CAP)
-        held = c < tl.minimum(found, CAP)
-        scaled = tl.load(cand_value + row * CAP + c, mask=held, other=float("-inf")) * inverse
-        token_c = tl.load(cand_token + row * CAP + c, mask=held, other=0x7FFFFFFE)
-        key = tl.where(held, _key(scaled), -0x7FFFFFFF - 1)
-        weight = tl.where(held, tl.exp(scaled - peak), 0.0)
-        # 2. do the candidates hold every token that the filters keep?
-        by_count = (k > 0) & (found >= tl.minimum(k, vocab))
-        by_mass = (p < 1.0) & (k <= 0) & (tl.sum(weight, 0) >= p * whole)
-        scaled_floor = peak + tl.log(tl.maximum(low, 1e-30))
-        by_floor = (low > 0.0) & (_key(scaled_floor) >= tl.min(tl.where(held, key, 0x7FFFFFFF), 0))
-        enough = (found <= CAP) & (by_count | by_mass | by_floor)
-        limit = -0x7FFFFFFF - 1
-        if enough:
-            if (k > 0) & by_count:
-                limit = _kth_key(key, tl.minimum(k, vocab), 31)
-            if p < 1.0:
-                # with top-k the softmax is over what it kept
-                kept_mass = tl.where(k > 0, tl.sum(tl.where(key >= limit, weight, 0.0), 0), whole)
-                if by_count | by_mass:
-                    limit = tl.maximum(limit, _mass_key(key, tl.where(key >= limit, weight, 0.0), p * kept_mass))
-        # a floor inside the candidates settles top-k and top-p alone too, but top-p needs the mass that top-k keeps
-        needs_row = (enough == 0) | ((k > 0) & (by_count == 0) & (p < 1.0))
+        values = cand_value + row * CAP
+        floor = peak + tl.log(tl.maximum(low, 1e-30))
+        # 2. the limits, from the candidates if these hold every token that the filters keep
+        if found <= FEW:
+            limit, needs_row = _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, FEW, CAP)
+        else:
+            limit, needs_row = _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, CAP, CAP)
         if needs_row:
             if k > 0:
-                limit = _search_row(line, vocab, inverse, peak, limit, tl.minimum(k, vocab), 0.0, True, SEARCH)
+                limit = _search_row(line, vocab, inverse, peak, limit, tl.minimum(k, vocab), 0.0, True, SEARCH // 2)
             if p < 1.0:
                 kept = 0.0
                 for v0 in range(0, vocab, SEARCH):
@@ -242,17 +291,20 @@ def finish_kernel(
                         tl.load(line + token_v, mask=token_v < vocab, other=float("-inf")).to(tl.float32) * inverse
                     )
                     kept += tl.sum(tl.where(_key(value_v) >= limit, tl.exp(value_v - peak), 0.0), 0)
-                nucleus = _search_row(line, vocab, inverse, peak, limit, 0, p * kept, False, SEARCH)
+                nucleus = _search_row(line, vocab, inverse, peak, limit, 0, p * kept, False, SEARCH // 2)
                 limit = tl.maximum(limit, nucleus)
         if low > 0.0:
-            limit = tl.maximum(limit, _key(scaled_floor))
+            limit = tl.maximum(limit, _key(floor))
         limit = tl.minimum(limit, _key(peak))
         # 3. perturb what is kept, keep the two best
         sd = tl.load(seed + row)
         pos = tl.load(position + row)
         if needs_row == 0:
-            score = tl.where(key >= limit, scaled + gumbel_at(sd, pos, token_c), float("-inf"))
-            best, winner, second = _best_two(score, token_c)
+            names = cand_token + row * CAP
+            if found <= FEW:
+                best, winner, second = _best_among(values, names, found, inverse, limit, sd, pos, FEW)
+            else:
+                best, winner, second = _best_among(values, names, found, inverse, limit, sd, pos, CAP)
         else:
             best = float("-inf")
             second = float("-inf")

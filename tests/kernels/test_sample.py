@@ -61,6 +61,19 @@ def test_equals_reference(spread: float, vocab: int, device: str) -> None:
     assert torch.allclose(got.logprob, expected.logprob, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spread", "step"), [(3.0, 0.25), (3.0, 1.0), (9.0, 4.0)])
+def test_tokens_that_tie_at_a_limit_stay_together(spread: float, step: float, device: str) -> None:
+    """Logits in steps tie where top-k and top-p cut."""
+    drawn = torch.randn(len(SETTINGS), 700, generator=torch.Generator().manual_seed(5)) * spread
+    logits = ((drawn / step).round() * step).to(device)
+    rows = params(SETTINGS, device)
+    got, expected = get_backend("triton", device).sample(logits, rows), REFERENCE.sample(logits, rows)
+    decided = (rows.temperature > 0) & (expected.margin > 1e-3)
+    assert torch.equal(got.token[decided], expected.token[decided])
+    assert torch.equal(torch.isinf(got.margin), torch.isinf(expected.margin))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("vocab", [49152, 151936])
