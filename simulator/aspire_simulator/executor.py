@@ -96,7 +96,9 @@ class Simulation:
             self.scheduler.policy = HindsightOracle(
                 policy,
                 config.max_num_seqs,
-                lambda slots, drafted: self._outcomes.next_is_right(slots, generated[slots], drafted),
+                lambda slots, past, drafted, most: self._outcomes.right_ahead(
+                    slots, generated[slots] + past, drafted, most
+                ),
             )
         # a request that shares no prefix finds its own pages again after a preemption, and only then
         names_of = workload.page_names(linked_only=not may_preempt(workload, config))

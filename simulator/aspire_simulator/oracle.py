@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from aspire.errors import UsageError
 from aspire.scheduler import Action, Policy, PolicySpec, PolicyView, SelectorSpec, StepFeatures
+from aspire.scheduler.features import FEATURES
 
 Ints = NDArray[np.int64]
 
@@ -57,9 +58,10 @@ def parse_policy(text: str) -> AnyPolicy:
 class HindsightOracle(Policy):
     """Draft exactly the tokens that will be accepted, then verify; never draft when drafting does not pay.
 
-    Drafting pays while one more draft row and one more verified token cost this batch less than the verification that
-    the accepted token saves. The oracle knows outcomes, not the best interleaving of rows: it is a bound on what
-    knowledge of acceptance can give, not on scheduling as a whole.
+    Requests verify when their next draft would be wrong, or, where that is faster, all together: a step in which
+    anybody verifies may cost more than waiting for each other does. Drafting pays while one more draft row and one more
+    verified token cost this batch less than the verification that the accepted token saves. The oracle knows outcomes,
+    not the best interleaving of rows: it tells what knowledge of acceptance can give, and no schedule beyond these two.
     """
 
     kind = "oracle"
@@ -67,23 +69,74 @@ class HindsightOracle(Policy):
     Params = OracleSpec
 
     def __init__(
-        self, spec: OracleSpec, max_slots: int, next_is_right: Callable[[Ints, Ints], NDArray[np.bool_]]
+        self, spec: OracleSpec, max_slots: int, right_ahead: Callable[[Ints, Ints, Ints, int], NDArray[np.int64]]
     ) -> None:
+        """``right_ahead``: slots, output tokens to come before a round, drafts that it holds, most -> [n] how many more
+        drafts will be accepted."""
         super().__init__(spec, max_slots, spec.num_speculative_tokens)
-        self._next_is_right = next_is_right
+        self._right_ahead = right_ahead
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
-        right = view.can_draft & self._next_is_right(view.slots, view.drafted)
-        draft = right & self._pays(view)
+        now = np.zeros_like(view.drafted)
+        ahead = np.minimum(self._right_ahead(view.slots, now, view.drafted, self.d_max), self.d_max - view.drafted)
+        ahead *= view.can_draft
+        if not np.count_nonzero(ahead) or not self._pays(view):
+            return np.full(len(ahead), Action.VERIFY, dtype=np.int8)
+        draft = ahead > 0
+        to_come = self._rounds_after(view, view.drafted + ahead)
+        if self._together(view, to_come)[1]:
+            draft &= view.drafted < self._together(view, (view.drafted + ahead)[None])[0]
+            if np.count_nonzero(draft):
+                return np.where(draft, Action.DRAFT, Action.WAIT).astype(np.int8)
         return np.where(draft, Action.DRAFT, Action.VERIFY).astype(np.int8)
 
+    def _rounds_after(self, view: PolicyView, lengths: Ints) -> Ints:
+        """[_ROUNDS, n]: right drafts in a row of the rounds that follow the one with ``lengths`` [n]."""
+        rounds, past, none = np.empty((_ROUNDS, len(lengths)), dtype=np.int64), lengths + 1, np.zeros_like(lengths)
+        for row in rounds:
+            row[:] = self._right_ahead(view.slots, past, none, self.d_max)
+            past = past + row + 1
+        return rounds
+
     def _pays(self, view: PolicyView) -> bool:
-        if view.cost_model is None:
-            raise UsageError("the oracle needs a cost model; give --cost-model")
-        drafts, verifies = _total(view.draft_features()), _total(view.verify_features())
+        verifies = _total(view.verify_features())
         longer = verifies + StepFeatures.of(query_tokens=float(len(view.slots)))
-        costs = [float(view.cost_model.predict(features)) for features in (drafts, verifies, longer)]
-        return costs[0] + (costs[2] - costs[1]) < costs[1]
+        steps = np.stack([_total(view.draft_features()).matrix(), verifies.matrix(), longer.matrix()])
+        drafts_s, verifies_s, longer_s = _seconds(view, StepFeatures.from_matrix(steps)).tolist()
+        return bool(drafts_s + (longer_s - verifies_s) < verifies_s)
+
+    def _together(self, view: PolicyView, lengths: Ints) -> tuple[int, bool]:
+        """Of ``lengths`` [rounds, n] drafts, all right, in some rounds of each request: how many to make at most in
+        rounds in common, and whether these make more tokens a second than verifying one by one."""
+        draft, verify = view.draft_features().columns(), view.verify_features().columns()
+        verify[_QUERIES] -= view.drafted
+        deepest, (rounds, count) = max(int(lengths.max()), 1), lengths.shape
+        some = np.arange(deepest + 1)[:, None, None]
+        drawn = np.minimum(lengths, some).sum(axis=2)  # [deepest + 1, rounds] drafts, by the most that are made
+        joins = (lengths > some[:-1]).reshape(-1, count)  # [deepest * rounds, n] who drafts in each step
+        verifying = np.repeat(verify.sum(axis=1)[:, None], drawn.size, axis=1)
+        verifying[_QUERIES] += drawn.ravel()
+        share = rounds / (lengths + 1).sum(axis=0)  # of its steps in which a request verifies
+        alone = verify @ share + draft @ (1.0 - share)
+        alone[_QUERIES] += (1.0 - share).sum()
+        work = np.concatenate([draft @ joins.T, verifying, alone[:, None]], axis=1)
+        *steps_s, alone_s = _seconds(view, StepFeatures.from_columns(work)).tolist()
+        drafts_s = np.reshape(steps_s[: joins.shape[0]], (deepest, rounds)).sum(axis=1)
+        verify_s = np.reshape(steps_s[joins.shape[0] :], (deepest + 1, rounds)).sum(axis=1)
+        rates = (drawn.sum(axis=1) + rounds * count) / (np.concatenate([[0.0], np.cumsum(drafts_s)]) + verify_s)
+        best = int(rates.argmax())
+        return best, bool(rates[best] > count / alone_s)
+
+
+_ROUNDS = 4  # of each request, that are looked at ahead
+_QUERIES = [FEATURES.index("query_tokens"), FEATURES.index("padded_tokens")]
+
+
+def _seconds(view: PolicyView, steps: StepFeatures) -> NDArray[np.float64]:
+    """[steps] that ``steps`` take."""
+    if view.cost_model is None:
+        raise UsageError("the oracle needs a cost model; give --cost-model")
+    return np.asarray(view.cost_model.predict(steps))
 
 
 def _total(features: StepFeatures) -> StepFeatures:

@@ -37,11 +37,14 @@ class SlotOutcomes:
         margins[:, 0], margins[:, 1], margins[:, 2] = drawn.wrong_margin, drawn.rejected_margin, drawn.accepted_margin
         self._right[slot] = 0
 
-    def next_is_right(self, slots: Ints, generated: Ints, drafted: Ints) -> NDArray[np.bool_]:
-        """[n]: whether one more draft of each slot would be accepted. Hindsight: only the oracle may ask."""
-        intact = self._right[slots] == drafted
-        gain = self._gain[np.minimum(drafted, len(self._gain) - 1)]
-        return np.asarray(intact & (self._difficulty[slots, generated + drafted] < gain))
+    def right_ahead(self, slots: Ints, generated: Ints, drafted: Ints, most: int) -> Ints:
+        """[n]: how many more drafts in a row would be accepted, up to ``most``, of rounds that begin behind
+        ``generated`` output tokens and hold ``drafted`` drafts, all of them right. Hindsight: only the oracle may ask.
+        """
+        place = drafted[:, None] + np.arange(most)
+        at = np.minimum(generated[:, None] + place, self._width - 1)
+        right = self._difficulty[slots[:, None], at] < self._gain[np.minimum(place, len(self._gain) - 1)]
+        return np.asarray(np.cumprod(right, axis=1).sum(axis=1), dtype=np.int64)
 
     def of(self, plan: StepPlan, alive: NDArray[np.bool_], generated: Ints, seconds: float) -> StepOutcome:
         """Outcome of ``plan``; ``generated`` [max_slots] are the output tokens each slot has committed.

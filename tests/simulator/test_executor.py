@@ -140,6 +140,27 @@ def test_oracle_wastes_nothing_and_bounds_the_others() -> None:
     assert rates["oracle"] == max(rates.values()) > 1.3 * rates["autoregressive"]
 
 
+class DearVerification(LinearCost):
+    """A step in which anybody verifies takes other kernels."""
+
+    def predict(self, features: StepFeatures) -> np.ndarray:
+        return super().predict(features) + 2e-3 * (features.verify_rows > 0)
+
+
+def test_oracle_verifies_in_common_where_that_is_faster() -> None:
+    work = synthetic(16, 3000, 60, seed=1)
+    limits = config(max_model_len=4096, num_pages=2000, max_num_seqs=16)
+    cost, rates, verifying = DearVerification(base=1e-4, kv=1e-7), {}, {}
+    for policy in ("fixed:g=4", "fixed:g=8", "aspire", "goodput", "oracle"):
+        run = simulate(work, parse_policy(policy), cost, BetaEffect(6, 2), limits)
+        rates[policy] = summarize(run)["full_batch_throughput"]
+        verifying[policy] = len(set(run.steps.step_of_row()[run.steps.column("mode") == VERIFY].tolist())) / len(
+            run.steps
+        )
+    assert rates["oracle"] == max(rates.values()), rates
+    assert verifying["oracle"] < 0.5 * verifying["aspire"]
+
+
 def test_oracle_does_not_draft_where_drafting_does_not_pay() -> None:
     work = synthetic(8, 64, 20)
     flat = LinearCost(base=1e-3, token=1e-6, kv=0.0)  # a draft step costs as much as a verification
