@@ -326,17 +326,24 @@ class Goodput(Policy):
         return promise > (1.0 + self.params.hysteresis if self.resting else 1.0)
 
     def _outdated(self, prices: Prices, view: PolicyView) -> bool:
-        if not _alike(len(view.slots), prices.requests):
-            return self._standing.age > _REPRICE_CHANGED
+        count, alike = len(view.slots), _alike(len(view.slots), prices.requests)
         if self._long_rest:
             sparse, context = means_of(view)
             grown = context / prices.mean_context
-            if not _REPRICE_GROWTH < grown <= _LOOKED_AT_GROWTH or self._lacking <= 1.0:
-                return grown > _REPRICE_GROWTH
-            before = best_round_of(view, self.d_max, prices.requests, prices.mean_sparse, prices.mean_context)
-            now = best_round_of(view, self.d_max, len(view.slots), sparse, context)
-            return before is None or now is None or now > before * math.sqrt(self._lacking)
-        return self._standing.age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
+            if alike and grown <= _REPRICE_GROWTH:
+                return False
+            if (
+                self._lacking > 1.0
+                and grown <= _LOOKED_AT_GROWTH
+                and 2 * abs(count - prices.requests) <= prices.requests
+            ):
+                before = best_round_of(view, self.d_max, prices.requests, prices.mean_sparse, prices.mean_context)
+                now = best_round_of(view, self.d_max, count, sparse, context)
+                if before is not None and now is not None:
+                    return now > before * math.sqrt(self._lacking)
+        if not alike:
+            return self._standing.age > _REPRICE_CHANGED
+        return bool(self._long_rest) or self._standing.age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
 
     def _lacks(self, wanted: Floats) -> float:
         """How many times more drafts would have to earn before one of them, or a common round, pays."""
