@@ -22,6 +22,7 @@ Mask = NDArray[np.bool_]
 _EVERY = slice(None)
 _Rows = slice | Mask  # a mask, or everyone
 # plain numbers: an attribute of an IntEnum costs as much as a small numpy operation
+_CLEARED_AT_ONCE = 2
 _NONE, _LENGTH, _ERROR = int(FinishReason.NONE), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
 
@@ -33,20 +34,29 @@ class StepsInFlight(Residents):
     def __init__(self, config: SchedulerConfig, on_release: OnRelease | None = None) -> None:
         super().__init__(config, on_release)
         self._in_flight: list[StepPlan] = []
+        self._cleared = False  # since the last update
         self._every = np.ones(config.max_num_seqs, dtype=bool)  # a mask of all rows; nobody writes to it
 
     def learn(self) -> None:
         """What the next step need not wait for. For an executor that would only wait for the step in flight; `update`
         makes up for it, with the same plans to follow."""
         self.policy.learn()
-        self.clear_up()
+        self._clear_some()
+
+    def _clear_some(self) -> None:
+        """Clear up after all who left if others wait for pages; else after a few at a time: a verification may end
+        many, and the step behind it may be short."""
+        if not self._cleared:
+            self.clear_up(_CLEARED_AT_ONCE if len(self.requests) == len(self._slot_of) else None)
+            self._cleared = True
 
     def update(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
         """Apply what came of ``plan``, the oldest in flight; returns the requests that finished in it."""
         if not self._in_flight or self._in_flight[0] is not plan:
             raise UsageError("update takes the plans of schedule in their order, each once")
         del self._in_flight[0]
-        self.clear_up()
+        self._clear_some()
+        self._cleared = False
         slots = self.slots
         # nobody left since the step was planned: views, not copies
         rows = _EVERY if slots.departures == plan.departures else self.alive(plan)

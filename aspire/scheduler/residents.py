@@ -98,10 +98,11 @@ class Residents:
             self.clear_up()
         return True
 
-    def clear_up(self) -> None:
-        """Free the pages of requests that left, and name them for others to find. A step need not wait for this: who
-        runs out of pages does it first."""
-        for gone in self._gone:
+    def clear_up(self, most: int | None = None) -> None:
+        """Free the pages of requests that left, those that left first and ``most`` of them, and name them for others to
+        find. A step need not wait for this: who runs out of pages does it first."""
+        some, self._gone = self._gone[:most], [] if most is None else self._gone[most:]
+        for gone in some:
             if self.config.enable_prefix_caching:
                 if gone.names is not None:
                     gone.request.page_hashes = gone.names()
@@ -110,7 +111,6 @@ class Residents:
                 elif not self.config.lossy:  # what lossy decoding wrote is no KV of full attention
                     self.pages.publish(gone.pages, gone.request.page_hashes, gone.computed // self.config.block_size)
             self.pages.free(gone.pages)
-        self._gone.clear()
 
     def has_free(self, pages: int) -> bool:
         """Whether so many pages are free."""

@@ -218,6 +218,25 @@ def test_pages_of_a_request_that_ended_come_free_when_there_is_time_or_need() ->
         assert not len(scheduler.pages_of_gone)
 
 
+def test_pages_of_many_that_end_at_once_come_free_two_requests_a_step_unless_somebody_waits() -> None:
+    for waits in (False, True):
+        scheduler = scheduler_of(num_pages=40, max_model_len=128, max_num_seqs=7, max_num_batched_tokens=512)
+        add(scheduler, *[(60, 1)] * 5, (60, 8))
+        executor = FakeExecutor(scheduler)
+        executor.step()
+        assert len(scheduler.pages_of_gone) == 20
+        if waits:
+            add(scheduler, (60, 8))
+        scheduler.learn()
+        scheduler.learn()
+        assert len(scheduler.pages_of_gone) == (0 if waits else 12)
+        if not waits:
+            executor.step()
+            assert len(scheduler.pages_of_gone) == 12  # learned already
+            executor.step()
+            assert len(scheduler.pages_of_gone) == 4
+
+
 def test_pages_come_free_when_those_who_wait_are_aborted_instead_of_run() -> None:
     scheduler = scheduler_of(num_pages=9, max_model_len=128)
     add(scheduler, (100, 1), (100, 8))
