@@ -26,7 +26,7 @@ ROWS = {
     "tune.observed_gain_over_ar": "tuned policy over autoregressive, SmolLM2-135M, real text, 128 x 7k, T 0.7",
     "tune.observed_gain_over_aspire_default": "the same over the untuned aspire policy",
     "policy.goodput_over_paper_offline": "goodput policy over the paper's rule, recorded rounds",
-    "policy.goodput_worst_over_ar": "goodput policy, worst cell (4 x 512), over autoregressive (on a slow host)",
+    "policy.goodput_worst_over_ar": "goodput policy, worst cell (4 x 512), over autoregressive",
     "step.ar_smol_256x7.9k_ms": "autoregressive step, SmolLM2-135M, 256 x 7.9k, end to end",
     "step.ar_smol_128x7.9k_ms": "autoregressive step, SmolLM2-135M, 128 x 7.9k",
     "step.ar_llama8b_32x16k_ms": "autoregressive step, Llama-3.1-8B shape, 32 x 16k",
@@ -38,7 +38,7 @@ ROWS = {
     "sim.throughput_error_mean": "simulator, decode throughput against measured, mean error",
     "sim.composition_equal": "recorded GPU steps that the replay composes identically, at the commit of the recording",
     "prefix.prefill_share_saved": "prefill saved where 64 requests share a 4k prefix",
-    "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 770 "
+    "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 551 "
     "(6 minutes, float32 and bfloat16; 0 of 12,487 on the CPU)",
     "sim.seconds_1k_requests": "simulating 1,000 requests on one core",
     "lossless.fuzz_scenarios": "random scenarios checked against autoregressive output, none differing",
