@@ -48,7 +48,7 @@ class StepsInFlight(Residents):
         many, and the step behind it may be short."""
         if not self._cleared:
             self.clear_up(_CLEARED_AT_ONCE if len(self.requests) == len(self._slot_of) else None)
-            self._cleared = True
+            self._overdue, self._cleared = len(self._gone), True
 
     def update(self, plan: StepPlan, outcome: StepOutcome) -> list[Request]:
         """Apply what came of ``plan``, the oldest in flight; returns the requests that finished in it."""

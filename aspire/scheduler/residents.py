@@ -65,6 +65,7 @@ class Residents:
         self._waiting = WaitingQueue()
         self._on_release = on_release
         self._gone: list[_Gone] = []
+        self._overdue = 0  # of those, that somebody who moves in might miss already
         self._new_pages: list[Ints] = []  # block-table entries not yet handed to an executor
         self._everyone: tuple[str, ...] | None = None  # ids of all who run, in slot order, once asked for
         self._arrived = self._finished = self._rejected = 0
@@ -102,6 +103,7 @@ class Residents:
         """Free the pages of requests that left, those that left first and ``most`` of them, and name them for others to
         find. A step need not wait for this: who runs out of pages does it first."""
         some, self._gone = self._gone[:most], [] if most is None else self._gone[most:]
+        self._overdue = max(self._overdue - len(some), 0)
         for gone in some:
             if self.config.enable_prefix_caching:
                 if gone.names is not None:
@@ -154,6 +156,8 @@ class Residents:
         while self.slots.num_free and (request := self._waiting.head()) is not None:
             if prompt_tokens is not None and self._prompts_before(request) >= prompt_tokens:
                 return
+            if self._overdue:
+                self.clear_up(self._overdue)
             known = request.prompt_tokens + request.generated
             pages = -(-known // self.config.block_size)
             spare = watermark if self._slot_of else 0  # one that fits alone must get in

@@ -235,6 +235,8 @@ def test_pages_of_many_that_end_at_once_come_free_two_requests_a_step_unless_som
             assert len(scheduler.pages_of_gone) == 12  # learned already
             executor.step()
             assert len(scheduler.pages_of_gone) == 4
+            add(scheduler, (60, 8))  # it might share a prefix with one of them
+            assert scheduler.schedule() is not None and not len(scheduler.pages_of_gone)
 
 
 def test_pages_come_free_when_those_who_wait_are_aborted_instead_of_run() -> None:
