@@ -326,24 +326,26 @@ class Goodput(Policy):
         return promise > (1.0 + self.params.hysteresis if self.resting else 1.0)
 
     def _outdated(self, prices: Prices, view: PolicyView) -> bool:
-        count, alike = len(view.slots), _alike(len(view.slots), prices.requests)
+        alike = _alike(len(view.slots), prices.requests)
         if self._long_rest:
-            sparse, context = means_of(view)
-            grown = context / prices.mean_context
-            if alike and grown <= _REPRICE_GROWTH:
+            if alike and means_of(view)[1] <= _REPRICE_GROWTH * prices.mean_context:
                 return False
-            if (
-                self._lacking > 1.0
-                and grown <= _LOOKED_AT_GROWTH
-                and 2 * abs(count - prices.requests) <= prices.requests
-            ):
-                before = best_round_of(view, self.d_max, prices.requests, prices.mean_sparse, prices.mean_context)
-                now = best_round_of(view, self.d_max, count, sparse, context)
-                if before is not None and now is not None:
-                    return now > before * math.sqrt(self._lacking)
+            gained = self._gained(prices, view) if self._lacking > 1.0 else None
+            if gained is not None:
+                return gained > math.sqrt(self._lacking)
         if not alike:
             return self._standing.age > _REPRICE_CHANGED
         return bool(self._long_rest) or self._standing.age >= (2 * REPRICE_STEPS if self.resting else REPRICE_STEPS)
+
+    def _gained(self, prices: Prices, view: PolicyView) -> float | None:
+        """How many times more a sure round in common earns now than it did in the batch that was priced, by the tables
+        of the cost model; None where it has none, or this batch is quite another one."""
+        (sparse, context), count = means_of(view), len(view.slots)
+        if context > _LOOKED_AT_GROWTH * prices.mean_context or 2 * abs(count - prices.requests) > prices.requests:
+            return None
+        before = best_round_of(view, self.d_max, prices.requests, prices.mean_sparse, prices.mean_context)
+        now = best_round_of(view, self.d_max, count, sparse, context)
+        return None if before is None or now is None else now / before
 
     def _lacks(self, wanted: Floats) -> float:
         """How many times more drafts would have to earn before one of them, or a common round, pays."""
