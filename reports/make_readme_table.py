@@ -39,7 +39,7 @@ ROWS = {
     "sim.composition_equal": "recorded GPU steps that the replay composes identically, at the commit of the recording",
     "prefix.prefill_share_saved": "prefill saved where 64 requests share a 4k prefix",
     "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 551 "
-    "(6 minutes, float32 and bfloat16; 0 of 12,487 on the CPU)",
+    "(6 minutes, float32 and bfloat16; 0 of 14,291 on the CPU)",
     "sim.seconds_1k_requests": "simulating 1,000 requests on one core",
     "lossless.fuzz_scenarios": "random scenarios checked against autoregressive output, none differing",
     "spine.demo_minutes": "make demo from nothing, 2 cores",
