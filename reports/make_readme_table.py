@@ -38,8 +38,7 @@ ROWS = {
     "sim.throughput_error_mean": "simulator, decode throughput against measured, mean error",
     "sim.composition_equal": "recorded GPU steps that the replay composes identically, at the commit of the recording",
     "prefix.prefill_share_saved": "prefill saved where 64 requests share a 4k prefix",
-    "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, of 551 "
-    "(6 minutes, float32 and bfloat16; 0 of 14,291 on the CPU)",
+    "soak.lost_or_changed": "requests lost or changed in random traffic on the GPU, float32 and bfloat16, of {n:,}",
     "sim.seconds_1k_requests": "simulating 1,000 requests on one core",
     "lossless.fuzz_scenarios": "random scenarios checked against autoregressive output, none differing",
     "spine.demo_minutes": "make demo from nothing, 2 cores",
@@ -64,7 +63,8 @@ def table() -> str:
         if name in found:
             result, path = found[name]
             link = path.relative_to(ROOT).as_posix()
-            lines.append(f"| {text} | {_value(result)} | {path.parent.name} | [{path.name}]({link}) |")
+            what = text.format(n=result.get("n"))
+            lines.append(f"| {what} | {_value(result)} | {path.parent.name} | [{path.name}]({link}) |")
     return "\n".join(lines) if len(lines) > 2 else "No measurement has been committed yet."
 
 
