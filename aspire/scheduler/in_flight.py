@@ -21,8 +21,8 @@ Mask = NDArray[np.bool_]
 
 _EVERY = slice(None)
 _Rows = slice | Mask  # a mask, or everyone
+_CLEARED_AT_ONCE = 2  # requests that left
 # plain numbers: an attribute of an IntEnum costs as much as a small numpy operation
-_CLEARED_AT_ONCE = 2
 _NONE, _LENGTH, _ERROR = int(FinishReason.NONE), int(FinishReason.LENGTH), int(FinishReason.ERROR)
 
 

@@ -264,13 +264,11 @@ def oracle_gap(throughput_tok_s: float, oracle_tok_s: float) -> float:
 def _running(steps: StepLog) -> NDArray[np.int64]:
     """[steps]: requests under way, from their first row to their last; a request may have none in a step between."""
     request, step = steps.column("request"), steps.step_of_row()
-    first = np.full(int(request.max()) + 1, len(steps))
-    end = np.zeros(len(first), dtype=np.int64)
-    np.minimum.at(first, request, step)
-    np.maximum.at(end, request, step + 1)
-    seen = end > 0
-    change = np.bincount(first[seen], minlength=len(steps) + 1) - np.bincount(end[seen], minlength=len(steps) + 1)
-    return np.cumsum(change)[: len(steps)]
+    first, end = np.zeros((2, int(request.max()) + 1), dtype=np.int64)  # of one without rows both stay 0
+    first[request[::-1]] = step[::-1]  # written backwards, the earliest stays
+    end[request] = step + 1
+    begun, ended = (np.bincount(at, minlength=len(steps) + 1) for at in (first, end))
+    return np.cumsum(begun - ended)[: len(steps)]
 
 
 def _per_step(steps: StepLog, values: NDArray[Any]) -> NDArray[np.int64]:

@@ -82,10 +82,9 @@ class HindsightOracle(Policy):
         ahead *= view.can_draft
         if not np.count_nonzero(ahead) or not self._pays(view):
             return np.full(len(ahead), Action.VERIFY, dtype=np.int8)
-        draft = ahead > 0
-        to_come = self._rounds_after(view, view.drafted + ahead)
-        if self._together(view, to_come)[1]:
-            draft &= view.drafted < self._together(view, (view.drafted + ahead)[None])[0]
+        draft, lengths = ahead > 0, view.drafted + ahead
+        if self._together(view, self._rounds_after(view, lengths))[1]:
+            draft &= view.drafted < self._together(view, lengths[None])[0]
             if np.count_nonzero(draft):
                 return np.where(draft, Action.DRAFT, Action.WAIT).astype(np.int8)
         return np.where(draft, Action.DRAFT, Action.VERIFY).astype(np.int8)

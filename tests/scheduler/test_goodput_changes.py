@@ -55,49 +55,37 @@ def test_a_batch_that_changes_all_the_time_is_priced_now_and_then() -> None:
     assert len(priced) == before + 1
 
 
-def test_a_batch_whose_drafts_gain_nothing_is_priced_anew_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four requests of SmolLM2 on an H200, which drafts do not pay for below 2,000 tokens: tables tell so."""
-    model = load_cost_model(SMOLLM2, warn=lambda _: None)
-    priced = {}
+def pricings(slots: int, batches: list[tuple[int, int]]) -> dict[bool, int]:
+    """How often prices of SmolLM2 on an H200 are made, with tables and without, while nobody drafts in steps of
+    ``batches``: requests and their context."""
+    model, found = load_cost_model(SMOLLM2, warn=lambda _: None), {}
     for tables in (False, True):
-        if not tables:
-            monkeypatch.setattr(price_tables, "has_tables", lambda _: False)
-        policy, stood = built(4), [None]
-        for step in range(1000):
-            if not policy.rests(4):
-                view = view_of([512 + step] * 4, [512] * 4, model)
-                actions = policy.plan(view)
-                assert (actions != DRAFT).all()
-                policy.observe(outcome(view, actions, 0))
-            if policy._standing.prices is not stood[-1]:
-                stood.append(policy._standing.prices)
-        priced[tables] = len(stood) - 1
-        monkeypatch.undo()
+        with pytest.MonkeyPatch.context() as patch:
+            if not tables:
+                patch.setattr(price_tables, "has_tables", lambda _: False)
+            policy, stood = built(slots), [None]
+            for count, context in batches:
+                if not policy.rests(count):
+                    view = view_of([context] * count, [512] * count, model)
+                    actions = policy.plan(view)
+                    assert (actions != DRAFT).all()
+                    policy.observe(outcome(view, actions, 0))
+                policy.learn()
+                if policy._standing.prices is not stood[-1]:
+                    stood.append(policy._standing.prices)
+            found[tables] = len(stood) - 1
+    return found
+
+
+def test_a_batch_whose_drafts_gain_nothing_is_priced_anew_less_often() -> None:
+    """Four requests, which drafts do not pay for below 2,000 tokens: tables tell so."""
+    priced = pricings(4, [(4, 512 + step) for step in range(1000)])
     assert priced[True] <= priced[False] // 2, priced
 
 
-def test_a_batch_at_rest_that_comes_and_goes_is_not_priced_for_it_where_tables_tell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """12 to 17 requests of SmolLM2 at 600 tokens on an H200: drafts gain nothing for any of these batches."""
-    model = load_cost_model(SMOLLM2, warn=lambda _: None)
-    priced = {}
-    for tables in (False, True):
-        if not tables:
-            monkeypatch.setattr(price_tables, "has_tables", lambda _: False)
-        policy, stood = built(32), [None]
-        for step in range(600):
-            count = 12 + (step // 5) % 6
-            if not policy.rests(count):
-                view = view_of([600] * count, [512] * count, model)
-                actions = policy.plan(view)
-                assert (actions != DRAFT).all()
-                policy.observe(outcome(view, actions, 0))
-            policy.learn()
-            if policy._standing.prices is not stood[-1]:
-                stood.append(policy._standing.prices)
-        priced[tables] = len(stood) - 1
-        monkeypatch.undo()
+def test_a_batch_at_rest_that_comes_and_goes_is_not_priced_for_it_where_tables_tell() -> None:
+    """12 to 17 requests of 600 tokens: drafts gain nothing for any of these batches."""
+    priced = pricings(32, [(12 + (step // 5) % 6, 600) for step in range(600)])
     assert priced[True] <= priced[False] // 4, priced
 
 

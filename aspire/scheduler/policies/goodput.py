@@ -134,14 +134,18 @@ class Goodput(Policy):
         self._idle[slots] = 0
 
     def rests(self, requests: int) -> bool:
-        return self._rests_on(requests)
+        if not self._rest or not _alike(requests, self._rests_for):
+            return False
+        self._rest -= 1
+        self._standing.age += 1
+        return True
 
     def plan(self, view: PolicyView) -> NDArray[np.int8]:
         count, held = len(view.slots), np.count_nonzero(view.drafted)
         self._drafting = self._asked = False
         if not count or not self.d_max:
             return np.full(count, _VERIFY)
-        if not held and self._rests_on(count):
+        if not held and self.rests(count):
             return np.full(count, _VERIFY)
         self._catch_up()
         rate = self._rate(view)
@@ -230,13 +234,6 @@ class Goodput(Policy):
                 now.curve = self._curve_of(view, model)
         elif now.age:  # prices that are as new as the plan: one call of the cost model a step is enough
             self._pace.settle(patience)
-
-    def _rests_on(self, requests: int) -> bool:
-        if not self._rest or not _alike(requests, self._rests_for):
-            return False
-        self._rest -= 1
-        self._standing.age += 1
-        return True
 
     def _catch_up(self) -> None:
         """Learn from the steps without drafts: a batch that rests need not do so in each of them."""
