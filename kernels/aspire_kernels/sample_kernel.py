@@ -157,18 +157,23 @@ def _search_row(at, vocab, inverse, peak, floor, k, wanted, COUNT: tl.constexpr,
 
 
 @triton.jit
-def _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, SIZE: tl.constexpr, CAP: tl.constexpr):
+def _candidates(values, found, inverse, SIZE: tl.constexpr):
+    """The first SIZE of ``found`` candidates: which places hold one, and their logits over the temperature."""
+    held = tl.arange(0, SIZE) < found
+    return held, tl.load(values + tl.arange(0, SIZE), mask=held, other=float("-inf")) * inverse
+
+
+@triton.jit
+def _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, SIZE: tl.constexpr):
     """Limit of top-k and top-p among ``found`` candidates ``values``, and whether the whole row must be searched for
-    it: the candidates do not hold every token that the filters keep."""
-    c = tl.arange(0, SIZE)
-    held = c < tl.minimum(found, SIZE)
-    scaled = tl.load(values + c, mask=held, other=float("-inf")) * inverse
+    it: there are more than SIZE, or they do not hold every token that the filters keep."""
+    held, scaled = _candidates(values, found, inverse, SIZE)
     key = _key(scaled)
     weight = tl.where(held, tl.exp(scaled - peak), 0.0)
     by_count = (k > 0) & (found >= tl.minimum(k, vocab))
     by_mass = (p < 1.0) & (k <= 0) & (tl.sum(weight, 0) >= p * whole)
     by_floor = (low > 0.0) & (_key(floor) >= tl.min(tl.where(held, key, 0x7FFFFFFF), 0))
-    enough = (found <= CAP) & (by_count | by_mass | by_floor)
+    enough = (found <= SIZE) & (by_count | by_mass | by_floor)
     limit = -0x7FFFFFFF - 1
     if enough:
         if (k > 0) & by_count:
@@ -186,10 +191,8 @@ def _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, S
 @triton.jit
 def _best_among(values, tokens, found, inverse, limit, seed, position, SIZE: tl.constexpr):
     """`_best_two` of the ``found`` candidates not below ``limit``, perturbed."""
-    c = tl.arange(0, SIZE)
-    held = c < tl.minimum(found, SIZE)
-    scaled = tl.load(values + c, mask=held, other=float("-inf")) * inverse
-    token = tl.load(tokens + c, mask=held, other=0x7FFFFFFE)
+    held, scaled = _candidates(values, found, inverse, SIZE)
+    token = tl.load(tokens + tl.arange(0, SIZE), mask=held, other=0x7FFFFFFE)
     kept = held & (_key(scaled) >= limit)
     return _best_two(tl.where(kept, scaled + gumbel_at(seed, position, token), float("-inf")), token)
 
@@ -277,9 +280,9 @@ def finish_kernel(
         floor = peak + tl.log(tl.maximum(low, 1e-30))
         # 2. the limits, from the candidates if these hold every token that the filters keep
         if found <= FEW:
-            limit, needs_row = _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, FEW, CAP)
+            limit, needs_row = _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, FEW)
         else:
-            limit, needs_row = _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, CAP, CAP)
+            limit, needs_row = _limit_among(values, found, inverse, peak, whole, k, p, low, floor, vocab, CAP)
         if needs_row:
             if k > 0:
                 limit = _search_row(line, vocab, inverse, peak, limit, tl.minimum(k, vocab), 0.0, True, SEARCH // 2)
