@@ -161,7 +161,7 @@ class Scheduler(StepsInFlight):
         if not len(decoding):
             return _NOBODY, _NOBODY, _NOBODY
         kept = decoding
-        if self.policy.drafts and (len(prefilling) or not self.policy.rests(len(decoding))):
+        if self.policy.drafts and not self.policy.rests(len(decoding)):
             view = self._view(decoding, state, prefilling)
             actions = self.policy.plan(view)
             draft = (actions == _ACT_DRAFT) & view.can_draft

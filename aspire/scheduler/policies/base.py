@@ -120,8 +120,8 @@ class Policy(ABC):
         """`Action` of each request of the view. The scheduler turns a DRAFT that is not allowed into a VERIFY."""
 
     def rests(self, requests: int) -> bool:
-        """Whether all of the ``requests`` that decode verify in this step too, which holds no prompt: `plan` need not
-        be asked, nor a view be made for it. Asked at most once a step; a request that moves in is told by `reset`."""
+        """Whether all of the ``requests`` that decode verify in this step too: `plan` need not be asked, nor a view be
+        made for it. Asked at most once a step; a request that moves in is told by `reset`."""
         return False
 
     def observe(self, feedback: Feedback) -> None:  # noqa: B027  (nothing to learn is a valid choice)

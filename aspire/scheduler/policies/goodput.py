@@ -113,6 +113,7 @@ class Goodput(Policy):
         self._model: CostModel | None = None
         self._empty_s = 0.0  # an empty step of the model
         self._plain: list[Feedback] = []  # of steps without drafts, not learned from yet
+        self._moved_in: list[Ints] = []  # slots of requests that came after those steps
         self._rest = 0  # steps to come that stay autoregressive while the batch is what it was
         self._rests_for = 0  # requests
         self._long_rest = 0  # steps of the last rest, where not even a sure draft paid
@@ -128,10 +129,8 @@ class Goodput(Policy):
         return self._pace.now()
 
     def reset(self, slots: Ints) -> None:
-        self._catch_up()
         self._rest = min(self._rest, _REST_STEPS)
-        self.survival.reset(slots)
-        self._idle[slots] = 0
+        self._moved_in.append(slots)
 
     def rests(self, requests: int) -> bool:
         if not self._rest or not _alike(requests, self._rests_for):
@@ -220,7 +219,7 @@ class Goodput(Policy):
         its verification is long enough; else two steps share the work.
         """
         self.survival.learn()
-        if self.resting and not self._rest:  # the next step is planned again
+        if self._moved_in or (self.resting and not self._rest):  # the next step is planned again
             self._catch_up()
         view, now, model = self._stale, self._standing, self._model
         if self._asked:
@@ -236,9 +235,17 @@ class Goodput(Policy):
             self._pace.settle(patience)
 
     def _catch_up(self) -> None:
-        """Learn from the steps without drafts: a batch that rests need not do so in each of them."""
-        if not self._plain:
-            return
+        """Learn from the steps without drafts, and forget who made room for others since: a batch that rests need not
+        do so in each step."""
+        if self._plain:
+            self._learn_plain()
+        if self._moved_in:
+            slots = np.concatenate(self._moved_in)
+            self._moved_in = []
+            self.survival.reset(slots)
+            self._idle[slots] = 0
+
+    def _learn_plain(self) -> None:
         steps, self._plain = self._plain, []
         rounds_of = np.bincount(np.concatenate([step.slots for step in steps]), minlength=self.max_slots)
         slots = rounds_of.nonzero()[0]
