@@ -50,7 +50,8 @@ def _profile(
     one_page = page_bytes(llm.engine.loaded.config, llm.engine.loaded.model.dtype)
     known = analytic_for(str(header.hardware.get("name")), header.model)
     cost = LoadedCostModel(known, warn=lambda message: None) if known is not None else None
-    info = plan_info(plan, page_bytes=one_page, repeats=repeats, cost=cost)
+    budget_s = None if budget_minutes is None else budget_minutes * 60
+    info = plan_info(plan, page_bytes=one_page, repeats=repeats, cost=cost, budget_s=budget_s)
     if dry_run:
         console.data(info.text())
         console.result(vars(info))
@@ -62,7 +63,7 @@ def _profile(
             plan,
             output,
             header,
-            budget_s=None if budget_minutes is None else budget_minutes * 60,
+            budget_s=budget_s,
             repeats=repeats,
             progress=lambda at: progress.update(at.done, _note(at), total=at.total),
             refine=refiner(limits) if refine else None,

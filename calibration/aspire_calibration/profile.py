@@ -208,14 +208,22 @@ class PlanInfo:
     pool_bytes: int | None
     query_tokens: int  # most query tokens of a cell
     minutes: float | None  # None without a cost estimate
+    budget_minutes: float | None = None
+    reached: int | None = None  # cells that the budget lasts for by that estimate, the first of the plan
 
     def text(self) -> str:
         memory = f", {self.pool_bytes / 2**30:.1f} GiB" if self.pool_bytes is not None else ""
         minutes = f"; about {self.minutes:.1f} minutes" if self.minutes is not None else ""
         regimes = ", ".join(f"{count} {name}" for name, count in sorted(self.by_regime.items()))
+        budget = ""
+        if self.reached is not None and self.reached < self.cells:
+            budget = (
+                f"\n{self.budget_minutes:g} minutes last for about {self.reached} of them, a coarse grid first; "
+                "smaller max_num_seqs and max_model_len make smaller steps, and --levels fewer cells"
+            )
         return (
             f"{self.cells} cells ({regimes}; {self.heldout} held out), up to {self.query_tokens} query tokens and "
-            f"{self.pool_pages} KV pages{memory}{minutes}"
+            f"{self.pool_pages} KV pages{memory}{minutes}{budget}"
         )
 
 
@@ -229,18 +237,24 @@ def plan_info(
     warmups: int = 2,
     setup_s: float = 0.06,
     visits: int = VISITS,
+    budget_s: float | None = None,
 ) -> PlanInfo:
     """Size of a plan before running it.
 
     ``cost``: e.g. an analytic model of this hardware; ``page_bytes``: K and V of a page, all layers; ``setup_s``: of a
-    cell at its first visit, graph capture included (0.06 s on an H200 with 30 layers, most graphs serve several cells).
+    cell at its first visit, graph capture included (0.06 s on an H200 with 30 layers, most graphs serve several cells);
+    ``budget_s``: what `run_profile` will be given.
     """
     pages = max((cell.pages(page_size) for cell in plan), default=0)
-    minutes = None
+    minutes = reached = None
     if cost is not None:
-        step_s = sum(float(cost.predict(cell.features())) for cell in plan)
+        visit_s = (repeats + warmups) * np.array([float(cost.predict(cell.features())) for cell in plan])
         # graphs are captured at the first visit and kept
-        minutes = (visits * step_s * (repeats + warmups) + (1 + 0.25 * (visits - 1)) * setup_s * len(plan)) / 60
+        minutes = (visits * float(visit_s.sum()) + (1 + 0.25 * (visits - 1)) * setup_s * len(plan)) / 60
+        if budget_s is not None:
+            first_pass = budget_s * (FIRST_PASS if visits > 1 else 1.0)
+            whole = 60 * minutes <= budget_s
+            reached = len(plan) if whole else int(np.count_nonzero(np.cumsum(visit_s + setup_s) <= first_pass))
     return PlanInfo(
         cells=len(plan),
         heldout=sum(cell.heldout for cell in plan),
@@ -249,6 +263,8 @@ def plan_info(
         pool_bytes=None if page_bytes is None else pages * page_bytes,
         query_tokens=max((cell.query_tokens for cell in plan), default=0),
         minutes=minutes,
+        budget_minutes=None if budget_s is None else budget_s / 60,
+        reached=reached,
     )
 
 

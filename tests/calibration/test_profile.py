@@ -201,6 +201,28 @@ def test_plan_info_tells_cells_memory_and_minutes():
     assert "12 idle" in plan_info(profile_plan(AHEAD)).text()
 
 
+def test_plan_info_tells_how_far_a_budget_goes(tmp_path):
+    """As far as the profile then gets, on a machine that takes what the estimate says."""
+    plan, prices = profile_plan(LIMITS), LoadedCostModel(analytic_model("h200", "smollm2-135m"))
+    alike = {"cost": prices, "setup_s": 0.0, "warmups": 0}
+    whole_s = 60 * plan_info(plan, **alike).minutes
+    infos = [plan_info(plan, **alike, budget_s=part * whole_s) for part in (0.02, 0.3, 2)]
+    few, more, all_of_them = (info.reached for info in infos)
+    assert 0 < few < more < all_of_them == len(plan)
+    assert f"about {few} of them" in infos[0].text() and "of them" not in infos[2].text()
+    assert plan_info(plan, budget_s=60.0).reached is None, "nothing to estimate with"
+    now = [0.0]
+
+    def time_cell(cell):
+        each = float(prices.predict(cell.features()))
+        now[0] += 5 * each
+        return [each] * 5
+
+    budget_s = 60 * infos[1].budget_minutes
+    done = run_profile(time_cell, plan, tmp_path / "s.jsonl", HEADER, budget_s=budget_s, clock=lambda: now[0])
+    assert done.measured == pytest.approx(more, rel=0.1)
+
+
 def test_steps_from_idle_are_visited_and_counted_and_not_refined(tmp_path):
     plan, slow_start = profile_plan(AHEAD)[:80], timer(noise=0.05, start_s=1.0)
     result = run_profile(slow_start, plan, tmp_path / "s.jsonl", HEADER, refine=refiner(AHEAD, batch=8, rounds=1))
