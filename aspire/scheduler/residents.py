@@ -102,7 +102,8 @@ class Residents:
     def clear_up(self, most: int | None = None) -> None:
         """Free the pages of requests that left, those that left first and ``most`` of them, and name them for others to
         find. A step need not wait for this: who runs out of pages does it first."""
-        some, self._gone = self._gone[:most], [] if most is None else self._gone[most:]
+        some = self._gone[:most]
+        del self._gone[:most]
         self._overdue = max(self._overdue - len(some), 0)
         for gone in some:
             if self.config.enable_prefix_caching:

@@ -144,8 +144,6 @@ class Goodput(Policy):
         self._drafting = self._asked = False
         if not count or not self.d_max:
             return np.full(count, _VERIFY)
-        if not held and self.rests(count):
-            return np.full(count, _VERIFY)
         self._catch_up()
         rate = self._rate(view)
         at = index_of(view.slots)
